@@ -1,0 +1,235 @@
+"""From a compiled kernel to a run: PTX and parameters directly, or a CuTe DSL object whose own host code runs.
+
+``Device`` holds what stays over launches (SM count, seed, checks, reports); ``launch`` runs one kernel of a PTX
+module; ``load`` links an exported object with the launch capture and gives a callable that takes host tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import struct
+import subprocess
+import tempfile
+import time
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from .checks import ALL, Checks
+from .errors import SoftGPUError
+from .machine import Launch
+from .memory import GlobalMemory
+from .ptx import Module, parse
+from .translate import Program
+
+_CLUSTER_ATTRIBUTE = 4
+#: attributes a captured launcher may carry that change nothing here: cooperative, programmatic stream serialization
+_HARMLESS_ATTRIBUTES = {0, 1, 2, 3, 5, 6, 8, 9, 10, 11, 12, 13, 14}
+
+
+@dataclass
+class Report:
+    """One finished launch: names, sizes, seconds, and warp-level executions per opcode."""
+
+    kernel: str
+    grid: tuple
+    block: tuple
+    cluster: tuple
+    seconds: float
+    opcodes: dict[str, int]
+    instructions: int
+    reached: int
+    unreached: list = field(repr=False, default_factory=list)
+
+    def __str__(self) -> str:
+        top = sorted(self.opcodes.items(), key=lambda x: -x[1])
+        lines = [
+            f"{self.kernel}: grid {self.grid}, block {self.block}, cluster {self.cluster}, {self.seconds:.2f} s, "
+            f"{self.reached} of {self.instructions} instructions reached"
+        ]
+        lines += [f"  {n:>10} {op}" for op, n in top if n]
+        lines += [f"  never: line {i.line}: {i.text[:90]}" for i in self.unreached]
+        return "\n".join(lines)
+
+
+class Device:
+    """A software GPU.
+
+    num_sms: what ``%nsmid`` and device queries answer. seed: None for the in-order schedule with asynchronous
+    operations as late as possible, an int for a shuffled one. checks: which diagnoses are on.
+    """
+
+    def __init__(self, *, num_sms: int = 4, seed: int | None = None, checks: Checks = ALL):
+        self.num_sms, self.seed, self.checks = num_sms, seed, checks
+        self.reports: list[Report] = []
+        self.buffers: list[tuple[int, int, str, object]] = []
+        self._programs: dict[tuple[str, str], Program] = {}
+
+    def register(self, array, name: str = "buffer") -> int:
+        """Make a NumPy array or a host tensor reachable by later launches; gives its address."""
+        address, size = _extent(array)
+        self.buffers.append((address, size, name, array))
+        return address
+
+    def program(self, ptx: str | Module, kernel: str | None = None) -> Program:
+        """The translated kernel, kept for the next launch. ``kernel`` may be left out when the module has one."""
+        key = (hashlib.sha256(ptx.encode()).hexdigest() if isinstance(ptx, str) else str(id(ptx)), kernel or "")
+        found = self._programs.get(key)
+        if found is None:
+            module = parse(ptx) if isinstance(ptx, str) else ptx
+            if kernel is None and len(module.kernels) != 1:
+                raise ValueError(f"kernel must be named, the module has {sorted(module.kernels)}")
+            name = kernel or next(iter(module.kernels))
+            if name not in module.kernels:
+                raise ValueError(f"kernel {name!r} is not in the module, which has {sorted(module.kernels)}")
+            found = self._programs[key] = Program(module.kernels[name], module.target)
+        return found
+
+    def launch(
+        self, ptx: str | Module, grid, block, params: bytes, *, kernel: str | None = None, buffers=(), cluster=(1, 1, 1),
+        dynamic_shared: int = 0,
+    ) -> Report:  # fmt: skip
+        """Run one kernel; ``params`` is the raw parameter buffer (addresses are host addresses)."""
+        program = self.program(ptx, kernel)
+        memory = GlobalMemory()
+        for address, size, name, keep in self.buffers:
+            memory.add(address, size, name, keep)
+        for n, array in enumerate(buffers):
+            address, size = _extent(array)
+            memory.add(address, size, f"argument {n}", array)
+        if len(params) < program.kernel.param_bytes:
+            raise ValueError(f"params has {len(params)} bytes, the kernel takes {program.kernel.param_bytes}")
+        before = program.executed.copy()
+        start = time.perf_counter()
+        Launch(
+            program, grid, block, params, memory, cluster=cluster, dynamic_shared=dynamic_shared, seed=self.seed,
+            checks=self.checks, num_sms=self.num_sms,
+        ).run()  # fmt: skip
+        seconds = time.perf_counter() - start
+        ran = program.executed - before
+        opcodes: dict[str, int] = {}
+        unreached = []
+        for b, n in zip(program.blocks, ran.tolist(), strict=True):
+            for i in b.instrs:
+                opcodes[i.op] = opcodes.get(i.op, 0) + n
+                if not n:
+                    unreached.append(i)
+        total = len(program.kernel.instrs)
+        report = Report(
+            program.kernel.name, tuple(grid), tuple(block), tuple(cluster), seconds, opcodes, total, total - len(unreached), unreached
+        )
+        self.reports.append(report)
+        return report
+
+    def load(self, object_file: str | os.PathLike, ptx: str, function: str = "func") -> SoftFunction:
+        """Link an object exported by the CuTe DSL (``export_to_c(…, export_only_tvm_ffi_symbols=True)``).
+
+        ``ptx`` is the text of its kernels. Needs a C compiler (``cc``) and apache-tvm-ffi.
+        """
+        return SoftFunction(self, Path(object_file), ptx, function)
+
+
+def _extent(array) -> tuple[int, int]:
+    """(address, bytes) of a NumPy array or torch tensor's elements, the whole storage for tensors."""
+    if hasattr(array, "untyped_storage"):
+        storage = array.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+    if isinstance(array, np.ndarray):
+        base = array
+        while isinstance(base.base, np.ndarray):
+            base = base.base
+        low, high = np.lib.array_utils.byte_bounds(base)
+        return low, high - low
+    raise TypeError(f"buffer must be a NumPy array or a torch tensor, not {type(array).__name__}")
+
+
+_LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p))
+
+
+class SoftFunction:
+    """A host function whose launches run on a software device; call it with host tensors and scalars."""
+
+    def __init__(self, device: Device, object_file: Path, ptx: str, function: str):
+        import tvm_ffi
+
+        self.device, self.ptx = device, ptx
+        self.module_ptx = parse(ptx)
+        compiler = shutil.which(os.environ.get("CC", "cc"))
+        if compiler is None:
+            raise SoftGPUError("a C compiler is needed to link the launch capture; none was found as $CC or cc")
+        self._folder = tempfile.mkdtemp(prefix="softgpu-")
+        self._cleanup = weakref.finalize(self, shutil.rmtree, self._folder, True)
+        library = Path(self._folder) / "kernel.so"
+        source = Path(__file__).with_name("capture.c")
+        subprocess.run(
+            [compiler, "-shared", "-fPIC", "-O1", "-w", "-o", str(library), str(source), str(object_file)],
+            check=True, capture_output=True,
+        )  # fmt: skip
+        self._module = tvm_ffi.load_module(str(library))
+        self._library = ctypes.CDLL(str(library))
+        self._callback = _LAUNCH(self._launch)
+        self._library.softgpu_set_callback(self._callback)
+        major, minor = _capability(self.module_ptx.target)
+        # cudaDevAttr: 16 multiprocessors, 75/76 capability, 97 shared memory per block (opt-in), 39 threads per SM
+        for which, value in ((16, device.num_sms), (75, major), (76, minor), (97, 232448), (39, 2048)):
+            self._library.softgpu_set_attribute(which, value)
+        self._function = self._module[function]
+        self._error: BaseException | None = None
+        self._buffers: list = []
+
+    def __call__(self, *args):
+        from .host import as_device
+
+        self._error = None
+        self._buffers = []
+        converted = [as_device(a, self._buffers) for a in args]
+        try:
+            result = self._function(*converted)
+        except Exception:
+            if self._error is not None:
+                raise self._error from None
+            raise
+        if self._error is not None:
+            raise self._error
+        return result
+
+    def _launch(self, config, name, parameters) -> int:
+        try:
+            self._run(config, name.decode(), parameters)
+            return 0
+        except BaseException as e:  # noqa: BLE001 - an exception must not cross the C frame
+            self._error = e
+            return 1
+
+    def _run(self, config: int, name: str, parameters) -> None:
+        # cudaLaunchConfig_t: grid, block (3 × u32 each), dynamic shared bytes, stream, attributes, their number
+        raw = ctypes.string_at(config, 56)
+        gx, gy, gz, bx, by, bz = struct.unpack_from("<6I", raw)
+        (shared,) = struct.unpack_from("<Q", raw, 24)
+        attributes, count = struct.unpack_from("<QI", raw, 40)
+        cluster = (1, 1, 1)
+        for n in range(count):
+            entry = ctypes.string_at(attributes + 64 * n, 64)
+            kind = struct.unpack_from("<I", entry)[0]
+            if kind == _CLUSTER_ATTRIBUTE:
+                cluster = struct.unpack_from("<3I", entry, 8)
+        kernel = self.module_ptx.kernels.get(name)
+        if kernel is None:
+            raise SoftGPUError(f"the launcher asks for kernel {name}, the PTX has {sorted(self.module_ptx.kernels)}")
+        params = bytearray(kernel.param_bytes)
+        for n, p in enumerate(kernel.params.values()):
+            params[p.offset : p.offset + p.size] = ctypes.string_at(parameters[n], p.size)
+        self.device.launch(
+            self.module_ptx, (gx, gy, gz), (bx, by, bz), bytes(params), kernel=name, buffers=self._buffers,
+            cluster=cluster, dynamic_shared=shared,
+        )  # fmt: skip
+
+
+def _capability(target: str) -> tuple[int, int]:
+    digits = "".join(c for c in target if c.isdigit())
+    return int(digits[:-1]), int(digits[-1])
