@@ -45,6 +45,7 @@ class Report:
     instructions: int
     reached: int
     unreached: list = field(repr=False, default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         top = sorted(self.opcodes.items(), key=lambda x: -x[1])
@@ -52,6 +53,7 @@ class Report:
             f"{self.kernel}: grid {self.grid}, block {self.block}, cluster {self.cluster}, {self.seconds:.2f} s, "
             f"{self.reached} of {self.instructions} instructions reached"
         ]
+        lines += [f"  note: {n}" for n in self.notes]
         lines += [f"  {n:>10} {op}" for op, n in top if n]
         lines += [f"  never: line {i.line}: {i.text[:90]}" for i in self.unreached]
         return "\n".join(lines)
@@ -106,10 +108,11 @@ class Device:
             raise ValueError(f"params has {len(params)} bytes, the kernel takes {program.kernel.param_bytes}")
         before = program.executed.copy()
         start = time.perf_counter()
-        Launch(
+        launch = Launch(
             program, grid, block, params, memory, cluster=cluster, dynamic_shared=dynamic_shared, seed=self.seed,
             checks=self.checks, num_sms=self.num_sms,
-        ).run()  # fmt: skip
+        )  # fmt: skip
+        launch.run()
         seconds = time.perf_counter() - start
         ran = program.executed - before
         opcodes: dict[str, int] = {}
@@ -121,7 +124,8 @@ class Device:
                     unreached.append(i)
         total = len(program.kernel.instrs)
         report = Report(
-            program.kernel.name, tuple(grid), tuple(block), tuple(cluster), seconds, opcodes, total, total - len(unreached), unreached
+            program.kernel.name, tuple(grid), tuple(block), tuple(cluster), seconds, opcodes, total, total - len(unreached), unreached,
+            launch.notes,
         )
         self.reports.append(report)
         return report
@@ -167,7 +171,7 @@ class SoftFunction:
         library = Path(self._folder) / "kernel.so"
         source = Path(__file__).with_name("capture.c")
         subprocess.run(
-            [compiler, "-shared", "-fPIC", "-O1", "-w", "-o", str(library), str(source), str(object_file)],
+            [compiler, "-shared", "-fPIC", "-O1", "-w", "-Wl,-Bsymbolic", "-o", str(library), str(source), str(object_file)],
             check=True, capture_output=True,
         )  # fmt: skip
         self._module = tvm_ffi.load_module(str(library))
@@ -214,7 +218,7 @@ class SoftFunction:
         attributes, count = struct.unpack_from("<QI", raw, 40)
         cluster = (1, 1, 1)
         for n in range(count):
-            entry = ctypes.string_at(attributes + 64 * n, 64)
+            entry = ctypes.string_at(attributes + 72 * n, 72)
             kind = struct.unpack_from("<I", entry)[0]
             if kind == _CLUSTER_ATTRIBUTE:
                 cluster = struct.unpack_from("<3I", entry, 8)

@@ -30,47 +30,40 @@ def barrier(g, i):
         raise g.unsupported("barrier reductions are not supported")
 
 
-def _uniform(value, f, mask) -> int | None:
-    """The one value of all selected lanes; None when no lane is selected."""
-    if value.size == 1:
-        return int(value[0])
-    picked = value[f.select(mask)] if value.size == f.n else value
+def _same(value, f, mask):
+    """(first selected lane's value, are all selected lanes equal); (None, True) when no lane is selected."""
+    picked = np.broadcast_to(value, f.n)[f.select(mask)]
     if picked.size == 0:
-        return None
-    if (picked != picked[0]).any():
-        raise BarrierMisuse("lanes of one warp name different barriers")
-    return int(picked[0])
+        return None, True
+    return int(picked[0]), bool((picked == picked[0]).all())
 
 
-def _threads(f, mask) -> int:
-    return f.select(mask).size
-
-
-def _named(f, ident, count, mask):
-    number = _uniform(ident, f, mask)
-    if number is None or not _threads(f, mask):
-        return None, 0, 0
+def _named(f, number: int, count):
+    """(barrier, threads expected) of one barrier number; threads that have exited do not count."""
     if number > 15:
         raise BarrierMisuse(f"barrier {number}: a CTA has 16")
-    expected = f.cta.warps * 32 if count is None else _uniform(count, f, mask)
     if count is None:
-        # threads that have exited count as arrived
-        expected -= sum(int(g.exited.sum()) for g in f.cta.gangs)
-    if expected % 32 and count is not None:
-        raise BarrierMisuse(f"barrier {number}: {expected} threads is not a multiple of the warp size")
-    return f.cta.named[number], expected, number
+        return f.cta.named[number], f.cta.warps * 32 - sum(int(g.exited.sum()) for g in f.cta.gangs)
+    if count % 32:
+        raise BarrierMisuse(f"barrier {number}: {count} threads is not a multiple of the warp size")
+    return f.cta.named[number], count
 
 
 def named_sync(f, ident, count, mask):
     """bar.sync: True once the generation this fragment arrived in is complete."""
     if f.token is None:
-        bar, expected, number = _named(f, ident, count, mask)
-        if bar is None:
+        number, same = _same(ident, f, mask)
+        if number is None:
             return True
+        if not same:
+            # warps that run in step name different barriers: they part here
+            f.part(np.broadcast_to(ident, f.n) == number)
+            return False
+        bar, expected = _named(f, number, None if count is None else _same(count, f, mask)[0])
         f.token = (bar, bar.generation)
         f.block(f"named barrier {number}", bar)
         bar.waiters.append(f)
-        bar.arrive(_threads(f, mask), expected, number)
+        bar.arrive(f.select(mask).size, expected, number)
         f.cta.cluster.progress += 1
     bar, generation = f.token
     if bar.generation == generation:
@@ -82,9 +75,12 @@ def named_sync(f, ident, count, mask):
 
 def named_arrive(f, ident, count, mask):
     """bar.arrive: count in, do not wait."""
-    bar, expected, number = _named(f, ident, count, mask)
-    if bar is not None:
-        bar.arrive(_threads(f, mask), expected, number)
+    lanes = f.select(mask)
+    idents, counts = np.broadcast_to(ident, f.n), np.broadcast_to(count, f.n)
+    for number in np.unique(idents[lanes]):
+        here = lanes[idents[lanes] == number]
+        bar, expected = _named(f, int(number), int(counts[here[0]]))
+        bar.arrive(here.size, expected, int(number))
         f.cta.cluster.progress += 1
 
 
@@ -119,7 +115,7 @@ def _cluster_barrier(g, i, parts):
 def cluster_arrive(f, mask):
     """barrier.cluster.arrive: every thread of the cluster arrives once per generation."""
     cluster = f.cta.cluster
-    cluster.barrier_arrived += _threads(f, mask)
+    cluster.barrier_arrived += f.select(mask).size
     cluster.progress += 1
     total = sum(g.size for g in cluster.gangs) - sum(int(g.exited.sum()) for g in cluster.gangs)
     if cluster.barrier_arrived > total:

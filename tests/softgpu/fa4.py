@@ -1,0 +1,124 @@
+"""FlashAttention-4 (flash-attn-4 on PyPI) on a software device, and its float64 reference."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+
+import torch
+
+os.environ.setdefault("FLASH_ATTENTION_NUM_SMS", "4")
+
+from softgpu import Device
+from softgpu.cutedsl import compiling
+from softgpu.host import DeviceView
+
+
+class HostTensor(torch.Tensor):
+    """A CPU tensor that says it is on a GPU, for code that only asks."""
+
+    is_cuda = property(lambda self: True)
+
+
+def host(t: torch.Tensor) -> torch.Tensor:
+    return t.as_subclass(HostTensor)
+
+
+@contextlib.contextmanager
+def flash_attention(device: Device, arch: str, edit=None):
+    """FlashAttention-4's interface module, compiling for ``arch`` and running on ``device``."""
+    import flash_attn.cute.cute_dsl_utils as utils
+    import flash_attn.cute.interface as interface
+
+    original, arch_of = utils.from_dlpack, interface._get_device_arch
+    number = int("".join(c for c in arch if c.isdigit()))
+    caches = [f.compile_cache for f in (
+        interface._flash_attn_fwd, interface._flash_attn_bwd, interface._bwd_preprocess, interface._bwd_postprocess_convert
+    )]  # fmt: skip
+    saved = [dict(c.cache) for c in caches]
+    utils.from_dlpack = lambda t, **k: original(DeviceView(t.as_subclass(torch.Tensor)), **k)
+    interface._get_device_arch = lambda: number
+    try:
+        for c in caches:
+            c.cache.clear()
+        with compiling(device, arch, edit):
+            yield interface
+    finally:
+        utils.from_dlpack, interface._get_device_arch = original, arch_of
+        for c, s in zip(caches, saved, strict=True):
+            c.cache.clear()
+            c.cache.update(s)
+
+
+def reference(q, k, v, do=None, *, causal=False, scale=None):
+    """Attention of one document in float64: q [Sq, Hq, D], k and v [Sk, Hkv, D] → o, lse [, dq, dk, dv]."""
+    scale = scale or 1 / math.sqrt(q.shape[-1])
+    q, k, v = (t.as_subclass(torch.Tensor).double().detach().requires_grad_(do is not None) for t in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    kk, vv = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    s = torch.einsum("qhd,khd->hqk", q, kk) * scale
+    if causal:
+        sq, sk = s.shape[1:]
+        s = s.masked_fill(torch.ones(sq, sk).triu(1 + sk - sq).bool(), float("-inf"))
+    lse = s.logsumexp(-1)
+    o = torch.einsum("hqk,khd->qhd", torch.where(lse[..., None].isinf(), 0.0, (s - lse[..., None]).exp()), vv)
+    if do is None:
+        return o.detach(), lse.detach()
+    grads = torch.autograd.grad(o, (q, k, v), do.as_subclass(torch.Tensor).double())
+    return o.detach(), lse.detach(), *grads
+
+
+def make(arch, lengths_q, lengths_k, heads, heads_kv, dim=128, dtype=torch.bfloat16, seed=0):
+    """Packed random q, k, v, dO and their cumulative lengths."""
+    g = torch.Generator().manual_seed(seed)
+    tq, tk = sum(lengths_q), sum(lengths_k)
+    q, k, v, do = (torch.randn(n, h, dim, generator=g) for n, h in ((tq, heads), (tk, heads_kv), (tk, heads_kv), (tq, heads)))
+    cum = [torch.tensor([0, *torch.tensor(x).cumsum(0)], dtype=torch.int32) for x in (lengths_q, lengths_k)]
+    return [t.to(dtype) for t in (q, k, v, do)], cum
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest absolute difference over the root mean square of the reference."""
+    return float((got.double() - want).abs().max() / want.pow(2).mean().sqrt().clamp_min(1e-30))
+
+
+def run_case(device, arch, *, lengths_q, lengths_k=None, heads=2, heads_kv=1, dim=128, causal=False, varlen=False,
+             backward=False, dtype=torch.bfloat16, edit=None, interface=None, seed=0):
+    """One call through FlashAttention-4; gives {name: error} and {name: tensor}."""
+    lengths_k = lengths_k or lengths_q
+    (q, k, v, do), (cq, ck) = make(arch, lengths_q, lengths_k, heads, heads_kv, dim, torch.bfloat16, seed)
+    if dtype != torch.bfloat16:
+        q, k, v = (t.to(dtype) for t in (q, k, v))
+    batch = len(lengths_q)
+
+    def shaped(t, lengths):
+        return t if varlen else t.reshape(batch, lengths[0], *t.shape[1:])
+
+    context = contextlib.nullcontext(interface) if interface else flash_attention(device, arch, edit)
+    with context as api:
+        kw = {}
+        if varlen:
+            kw = dict(cu_seqlens_q=host(cq), cu_seqlens_k=host(ck), max_seqlen_q=max(lengths_q), max_seqlen_k=max(lengths_k))
+        args = [host(shaped(q, lengths_q)), host(shaped(k, lengths_k)), host(shaped(v, lengths_k))]
+        o, lse, *_ = api._flash_attn_fwd(*args, causal=causal, return_lse=True, **kw)
+        out = {"o": o, "lse": lse}
+        if backward:
+            out["dq"], out["dk"], out["dv"], *_ = api._flash_attn_bwd(
+                *args, host(o), host(shaped(do, lengths_q)), host(lse), causal=causal, **kw
+            )
+    out = {n: t.as_subclass(torch.Tensor) for n, t in out.items()}
+    flat = {n: t if varlen else t.flatten(0, 1) for n, t in out.items() if n != "lse"}
+    flat["lse"] = out["lse"] if varlen else out["lse"].permute(1, 0, 2).flatten(1)
+    errors = dict.fromkeys(flat, 0.0)
+    for n in range(batch):
+        a, b = slice(int(cq[n]), int(cq[n + 1])), slice(int(ck[n]), int(ck[n + 1]))
+        want = reference(q[a], k[b], v[b], do[a] if backward else None, causal=causal)
+        for name, w in zip(("o", "lse", "dq", "dk", "dv"), want):
+            got = flat[name][:, a] if name == "lse" else flat[name][b if name in ("dk", "dv") else a]
+            if w.numel():
+                if name == "lse":
+                    finite = ~w.isinf()
+                    got, w = got[finite], w[finite]
+                errors[name] = max(errors[name], error(got, w))
+    return errors, out
