@@ -512,12 +512,12 @@ class Cluster:
             for gang in cta.gangs:
                 for thread, copies in gang.bulk_open.items():
                     if copies:
-                        self.launch.note(f"thread {gang.first_warp * WARP + thread} exits with bulk copies never committed")
+                        self.launch.note(f"warp {gang.first_warp + thread // WARP} exits with bulk copies never committed")
                         for operation in copies:
                             self.submit(operation)
                 for thread, groups in gang.bulk_groups.items():
                     if any(not op.has_read for group in groups for op in group):
-                        self.launch.note(f"thread {gang.first_warp * WARP + thread} exits while its bulk copies read shared memory")
+                        self.launch.note(f"warp {gang.first_warp + thread // WARP} exits while its bulk copies read shared memory")
         while self.step_asynchronous(None):
             pass
         if not self.launch.checks.leaks:
