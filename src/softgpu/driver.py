@@ -27,10 +27,8 @@ from .memory import GlobalMemory
 from .ptx import Module, parse
 from .translate import Program
 
-_CLUSTER_ATTRIBUTE = 4
-#: attributes a captured launcher may carry that change nothing here: cooperative, programmatic stream serialization
-_HARMLESS_ATTRIBUTES = {0, 1, 2, 3, 5, 6, 8, 9, 10, 11, 12, 13, 14}
-
+#: cudaLaunchAttributeClusterDimension; an attribute is 8 bytes of id and padding, then a 64-byte value
+_CLUSTER_ATTRIBUTE, _ATTRIBUTE_BYTES = 4, 72
 
 @dataclass
 class Report:
@@ -135,7 +133,8 @@ class Device:
 
         ``ptx`` is the text of its kernels. Needs a C compiler (``cc``) and apache-tvm-ffi.
         """
-        return SoftFunction(self, Path(object_file), ptx, function)
+        with tempfile.TemporaryDirectory(prefix="softgpu-") as folder:
+            return SoftFunction(self, _link(Path(object_file), Path(folder)), ptx, function)
 
 
 def _extent(array) -> tuple[int, int]:
@@ -155,27 +154,38 @@ def _extent(array) -> tuple[int, int]:
 _LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p))
 
 
+def _link(object_file: Path, folder: Path) -> Path:
+    """The launch capture and an exported object as one library."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        raise SoftGPUError("a C compiler is needed to link the launch capture; none was found as $CC or cc")
+    library = folder / "kernel.so"
+    source = Path(__file__).with_name("capture.c")
+    # a process that has the CUDA runtime of the DSL loaded must not lend its symbols: bind to our own
+    flags = ["-shared", "-fPIC", "-O1", "-w", "-Wl,-Bsymbolic"]
+    done = subprocess.run(
+        [compiler, *flags, "-o", str(library), str(source), str(object_file)], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SoftGPUError(f"linking {object_file} failed: {done.stderr.strip()}")
+    return library
+
+
 class SoftFunction:
     """A host function whose launches run on a software device; call it with host tensors and scalars."""
 
-    def __init__(self, device: Device, object_file: Path, ptx: str, function: str):
+    def __init__(self, device: Device, library: Path, ptx: str, function: str):
         import tvm_ffi
 
-        self.device, self.ptx = device, ptx
+        self.device, self.ptx, self.function = device, ptx, function
         self.module_ptx = parse(ptx)
-        compiler = shutil.which(os.environ.get("CC", "cc"))
-        if compiler is None:
-            raise SoftGPUError("a C compiler is needed to link the launch capture; none was found as $CC or cc")
         self._folder = tempfile.mkdtemp(prefix="softgpu-")
         self._cleanup = weakref.finalize(self, shutil.rmtree, self._folder, True)
-        library = Path(self._folder) / "kernel.so"
-        source = Path(__file__).with_name("capture.c")
-        subprocess.run(
-            [compiler, "-shared", "-fPIC", "-O1", "-w", "-Wl,-Bsymbolic", "-o", str(library), str(source), str(object_file)],
-            check=True, capture_output=True,
-        )  # fmt: skip
-        self._module = tvm_ffi.load_module(str(library))
-        self._library = ctypes.CDLL(str(library))
+        # every function has a copy of its own, since the callback belongs to the library
+        self._path = Path(self._folder) / "kernel.so"
+        shutil.copy(library, self._path)
+        self._module = tvm_ffi.load_module(str(self._path))
+        self._library = ctypes.CDLL(str(self._path))
         self._callback = _LAUNCH(self._launch)
         self._library.softgpu_set_callback(self._callback)
         major, minor = _capability(self.module_ptx.target)
@@ -185,6 +195,10 @@ class SoftFunction:
         self._function = self._module[function]
         self._error: BaseException | None = None
         self._buffers: list = []
+
+    def with_ptx(self, ptx: str, device: Device | None = None) -> SoftFunction:
+        """The same host code with other kernel text, for faults on purpose."""
+        return SoftFunction(device or self.device, self._path, ptx, self.function)
 
     def __call__(self, *args):
         from .host import as_device
@@ -218,7 +232,7 @@ class SoftFunction:
         attributes, count = struct.unpack_from("<QI", raw, 40)
         cluster = (1, 1, 1)
         for n in range(count):
-            entry = ctypes.string_at(attributes + 72 * n, 72)
+            entry = ctypes.string_at(attributes + _ATTRIBUTE_BYTES * n, _ATTRIBUTE_BYTES)
             kind = struct.unpack_from("<I", entry)[0]
             if kind == _CLUSTER_ATTRIBUTE:
                 cluster = struct.unpack_from("<3I", entry, 8)

@@ -609,6 +609,7 @@ class Launch:
     def run(self) -> None:
         """Run every cluster of the grid to its end, raising the first diagnosis."""
         active: list[Cluster] = []
+        rounds, last = 0, -1
         with np.errstate(all="ignore"):
             while self.origins or active:
                 if not active:
@@ -621,10 +622,17 @@ class Launch:
                         active.remove(cluster)
                         for gang in cluster.gangs:
                             self.pool[gang.size // WARP].append(gang.files)
-                if active and all(spinning):
-                    if not self.origins:
-                        continue
+                if not active or not all(spinning):
+                    continue
+                if self.origins:
                     active.append(self._start())
+                    continue
+                progress = sum(c.progress for c in active)
+                rounds = rounds + 1 if progress == last else 0
+                last = progress
+                if rounds > 3:
+                    ctas = [c for cluster in active for c in cluster.ctas]
+                    raise Deadlock("livelock: " + deadlock_report(ctas).replace("no warp can run", "warps only spin", 1))
 
     def _advance(self, cluster: Cluster) -> bool:
         """Run a cluster until it ends or only spins (True)."""

@@ -13,6 +13,7 @@ import importlib
 import numpy as np
 
 from . import flow
+from .dataflow import check_registers
 from .errors import SoftGPUError, UnsupportedInstruction
 from .ptx import Imm, Instr, Kernel, Mem, Not, Pair, Reg, Sink, Special, Sym
 
@@ -58,6 +59,7 @@ class Program:
         self.kernel, self.target = kernel, target
         _lower_b128(kernel)
         self.blocks, self.labels = flow.split(kernel)
+        check_registers(self.blocks, self.labels)
         self.local = flow.block_local(self.blocks)
         self.rows: dict[str, tuple[int, int]] = {}
         self.counts = {1: 0, 16: 0, 32: 0, 64: 0}
@@ -68,7 +70,6 @@ class Program:
                     self.counts[reg.bits] += 1
         self.functions: dict[tuple[int, bool], tuple] = {}
         self.executed = np.zeros(len(self.blocks), np.int64)
-        self.uses = _Uses(self)
 
     def function(self, block: int, masked: bool):
         """(callable, requirements) of a block; a requirement names a register view, special value or symbol."""
@@ -89,16 +90,6 @@ class Program:
     def unreached(self) -> list[Instr]:
         """Instructions that no warp executed."""
         return [i for b, n in zip(self.blocks, self.executed.tolist(), strict=True) if not n for i in b.instrs]
-
-
-class _Uses:
-    """How often each register is read, for the emitters that can skip a value nobody reads."""
-
-    def __init__(self, program: Program):
-        self.reads: dict[str, int] = {}
-        for instr in program.kernel.instrs:
-            for reg in flow.sources(instr):
-                self.reads[reg.name] = self.reads.get(reg.name, 0) + 1
 
 
 def _lower_b128(kernel: Kernel) -> None:

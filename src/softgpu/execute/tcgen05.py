@@ -1,8 +1,8 @@
 """Fifth-generation tensor core and tensor memory of sm_100a and sm_103a (PTX ISA 9.7.16).
 
-mma, cp, shift-free, and commit go through one in-order queue per issuing CTA. ``tcgen05.st`` takes effect at
-``tcgen05.wait::st``, as late as allowed; ``tcgen05.ld`` reads at once, and a register read before ``wait::ld`` is
-found when the kernel is translated (``softgpu.dataflow``).
+mma, cp and commit go through one in-order queue per issuing CTA. ``tcgen05.st`` takes effect at ``tcgen05.wait::st``,
+as late as allowed. ``tcgen05.ld`` reads at once: a chip tracks the registers of a load, and shipped kernels use them
+without ``wait::ld``, so a missing one is not a fault here.
 """
 
 from __future__ import annotations
@@ -55,11 +55,6 @@ def tcgen05(g, i):
         raise g.unsupported(f"tcgen05.{action} is not supported")
 
 
-def _one_thread(f, mask):
-    """The selected lanes, each an issuing thread."""
-    return f.select(mask)
-
-
 def alloc(f, target, count, mask):
     """Allocate columns for the CTA and write their first one to shared memory; waits while none are free."""
     lanes = f.select(mask)
@@ -92,7 +87,7 @@ def dealloc(f, base, count, mask):
         w.wake()
 
 
-_SHAPES = {"32x32b": (32, 1), "16x64b": (16, 2), "16x128b": (16, 4), "16x256b": (16, 8), "16x32bx2": (32, 1)}
+_SHAPES = ("32x32b", "16x128b", "16x256b", "16x32bx2")
 
 
 def _access(g, i):
@@ -115,18 +110,11 @@ def _pattern(shape: str, repeat: int, half_split: int):
     if shape == "16x32bx2":
         r = np.arange(repeat)[:, None]
         return np.broadcast_to(t % 16, (repeat, 32)), r + t // 16 * half_split
-    if shape == "16x64b":
-        r = np.arange(repeat)[:, None]
-        return t // 4 + 8 * (t % 2) * 0 + _row64(t), 2 * r + t % 2
     if shape == "16x128b":
         r = np.arange(2 * repeat)[:, None]
         return t // 4 + 8 * (r % 2), 4 * (r // 2) + t % 4
     r = np.arange(4 * repeat)[:, None]
     return t // 4 + 8 * (r // 2 % 2), 8 * (r // 4) + 2 * (t % 4) + r % 2
-
-
-def _row64(t):
-    raise DescriptorError("tcgen05.ld/st shape 16x64b is not supported")
 
 
 def _load(g, i):
@@ -405,7 +393,7 @@ class Product:
             raise DescriptorError(f"scale factors at lane {quarter} are not supported")
         lane, col = scale_positions(rows)
         width = int(col.max()) + 1
-        # the two top bits of the address are the byte to start from, as is the id in the instruction descriptor
+        # the first byte of the word comes from the instruction descriptor; the address's top bits repeat it
         cta.tensor.check_range(column, width, "tcgen05.mma (scale factors)")
         if cta.tensor.checks.uninitialised and not cta.tensor.valid[lane, column + col].all():
             cta.tensor.check_valid(slice(0, min(rows, 32)), column, width, "tcgen05.mma (scale factors)")
