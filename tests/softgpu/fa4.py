@@ -10,7 +10,7 @@ import torch
 
 os.environ.setdefault("FLASH_ATTENTION_NUM_SMS", "4")
 
-from softgpu import Device
+from softgpu import ALL, Device, SoftFunction
 from softgpu.cutedsl import compiling
 from softgpu.host import DeviceView
 
@@ -134,3 +134,50 @@ def run_case(device, arch, *, lengths_q, lengths_k=None, heads=2, heads_kv=1, di
                 power[name] = max(power[name], float(w.pow(2).mean()))
     # largest absolute difference over the root mean square of the largest document's reference
     return {n: worst[n] / power[n] ** 0.5 for n in worst}, out
+
+
+class Recorded:
+    """The launches of one FlashAttention-4 case, to be run again with edited PTX."""
+
+    def __init__(self, arch: str, **case):
+        self.calls, self.names = [], ("o", "lse")
+        original = SoftFunction.__call__
+        log = self.calls
+
+        def call(function, *args):
+            log.append((function, args))
+            return original(function, *args)
+
+        SoftFunction.__call__ = call
+        try:
+            self.errors, self.out = run_case(Device(), arch, **case)
+        finally:
+            SoftFunction.__call__ = original
+        self.truth = {n: t.clone() for n, t in self.out.items()}
+
+    def text(self, part: str) -> str:
+        """PTX of the only function whose kernels' names contain ``part``."""
+        found = {f.ptx for f, _ in self.calls if any(part in k for k in f.module_ptx.kernels)}
+        assert len(found) == 1
+        return found.pop()
+
+    def again(self, part: str | None = None, edit=None, *, seed=None, checks=ALL) -> dict[str, float]:
+        """Run every launch again; ``edit`` changes the text of kernels named like ``part``. Gives the largest
+        difference of each result over the root mean square of the unedited one."""
+        for t in self.out.values():
+            t.fill_(float("nan"))
+        device = Device(seed=seed, checks=checks)
+        for function, args in self.calls:
+            ptx = function.ptx
+            if part and any(part in k for k in function.module_ptx.kernels):
+                ptx = edit(ptx)
+                assert ptx != function.ptx
+            function.with_ptx(ptx, device)(*args)
+        self.reports = device.reports
+        out = {}
+        for n, t in self.out.items():
+            want = self.truth[n].double()
+            finite = want.isfinite()
+            diff = (t.double() - want)[finite].abs()
+            out[n] = float(diff.nan_to_num(float("inf")).max() / want[finite].pow(2).mean().sqrt())
+        return out
