@@ -22,7 +22,7 @@ else
   STAMP := build/installed$(subst /,-,$(PY))
 endif
 
-PIP := $(PY) -m pip --disable-pip-version-check --no-input install --quiet
+PIP := $(PY) -m pip --disable-pip-version-check --no-input install -qq
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist worksteal
 
 .PHONY: help install demo test check lint types format clean

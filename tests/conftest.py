@@ -1,4 +1,4 @@
-"""What every test shares: one thread per worker, and device tests that skip themselves where there is no device."""
+"""What every test shares: one thread per worker; tests of devices skip themselves where there is none."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch  # noqa: E402
 if WORKER:
     torch.set_num_threads(1)
 
-# Timings on a shared two-core machine say nothing about the code; a failing example must be the same for everyone.
+# How long an example takes on a shared machine says nothing; which examples are tried must be the same anywhere.
 hypothesis.settings.register_profile("flamia", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("flamia")
 

@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 
 
 def build(asked: str | None = None) -> Any:
-    """The typer application: every command by name and help line, the one named `asked` with its options too."""
+    """The typer application: every command by name and help line, the one in `asked` with its options."""
     import typer
 
     app = typer.Typer(
@@ -38,7 +38,9 @@ def build(asked: str | None = None) -> Any:
 
     @app.callback()
     def options(
-        version: bool = typer.Option(False, "--version", is_eager=True, callback=_version, help="Print it."),
+        version: bool = typer.Option(
+            False, "--version", is_eager=True, callback=_version, help="Print the version."
+        ),
         traceback: bool = typer.Option(False, "--traceback", help="Show where in the code an error arose."),
     ) -> None:
         """Low-precision softmax attention that people train with."""
