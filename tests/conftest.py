@@ -16,7 +16,7 @@ import torch  # noqa: E402
 if WORKER:
     torch.set_num_threads(1)
 
-# How long an example takes on a shared machine says nothing; which examples are tried must be the same anywhere.
+# How long an example takes on a shared machine says nothing; the examples must be the same on all of them.
 hypothesis.settings.register_profile("flamia", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("flamia")
 

@@ -15,9 +15,9 @@ def self_test(device: str = "cpu") -> dict[str, Any]:
     """Run one causal forward and backward in MXFP8 (64 tokens, 4 query and 2 key heads of 64) and judge it.
 
     Two questions: are o, dq, dk, dv those of exact attention (cosines above 0.99), and does replacing the
-    second half of the tokens leave the first half of o as it was, bit for bit, in the recipe that promises it?
+    second half of the tokens leave the first half of o bitwise as it was, in the recipe that promises it?
 
-    Returns `device`, `passed`, `cosine` (by tensor), `causal`, `seconds` and `error` (what was raised, or None).
+    Returns `device`, `passed`, `cosine` (by tensor), `causal`, `seconds`, `error` (what was raised, or None).
     """
     result: dict[str, Any] = {"device": device, "passed": False, "cosine": {}, "causal": None, "error": None}
     started = time.perf_counter()
