@@ -92,7 +92,8 @@ def _explain(error: Exception) -> tuple[str, int] | None:
         return str(error), 2
     from flamia.doctor.packages import extra_that_brings
 
-    extra = extra_that_brings(error.name or "")
+    missing = (error.name or "").partition(".")[0]
+    extra = extra_that_brings(missing)
     if extra is None:
         return None
-    return f"this needs {error.name}, which is not installed: pip install 'flamia[{extra}]'", 1
+    return f"this needs {missing}, which is not installed: pip install 'flamia[{extra}]'", 1

@@ -20,7 +20,7 @@ def collect(run_self_test: bool = True) -> dict[str, Any]:
     """Gather everything that `flamia doctor` shows, as values that JSON can hold. Memory is in GiB.
 
     Keys: `flamia`, `python`, `torch`, `system`, `cuda` (a list), `backends`, `packages`, `self_test` (an
-    entry for the CPU and for each CUDA device; empty if `run_self_test` is False), `ok` (no self-test failed).
+    entry for the CPU and for each CUDA device; none if `run_self_test` is False), `ok` (no self-test failed).
     """
     import flamia
 

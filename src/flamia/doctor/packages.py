@@ -44,5 +44,4 @@ OPTIONAL_PACKAGES = (
 
 def extra_that_brings(module: str) -> str | None:
     """The extra to install for a module that could not be imported; None for one that flamia does not use."""
-    root = module.partition(".")[0]
-    return next((package.extra for package in OPTIONAL_PACKAGES if package.module == root), None)
+    return next((package.extra for package in OPTIONAL_PACKAGES if package.module == module), None)
