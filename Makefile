@@ -41,7 +41,7 @@ install: $(STAMP)
 # of several gigabytes while it resolves the rest.
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@[ "$(PY)" != .venv/bin/python ] || [ -x $(PY) ] || python3 -m venv .venv
-	@echo "Installing flamia[dev] for $(PY) (about two minutes the first time)"
+	@echo "Installing flamia[dev] for $(PY) (a few minutes the first time)"
 	@$(if $(CONSTRAINTS),$(PIP) "$$(grep '^torch==' $(CONSTRAINTS))")
 	@$(PIP) $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable '.[dev]'
 	@mkdir -p $(dir $@) && touch $@

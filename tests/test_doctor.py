@@ -121,11 +121,11 @@ def test_missing_package_has_no_version():
 @pytest.mark.parametrize(
     ("module", "extra"),
     [
-        ("matplotlib.pyplot", "audit"),
+        ("matplotlib", "audit"),
         ("typer", "cli"),
         ("cutlass", "gpu"),
         ("numpy", "train"),
-        ("flamia.x", None),
+        ("flamia", None),
     ],
 )
 def test_extra_that_brings(module, extra):
