@@ -147,6 +147,6 @@ def test_bad_usage_exits_with_2(words, capsys):
 
 
 def test_no_command_shows_help(capsys):
-    assert status() == 2
+    assert status() in (0, 2)  # it depends on the version of typer
     captured = capsys.readouterr()
     assert "doctor" in captured.out + captured.err
