@@ -12,9 +12,7 @@ import flamia
 
 ROOT = Path(__file__).parent.parent
 # Requirement lines such as `flamia[cli]` and `nvidia-cutlass-dsl[cu13]>=4.4; extra == "gpu"`.
-REQUIREMENT = re.compile(
-    r"(?P<name>[A-Za-z0-9._-]+)\s*(\[(?P<extras>[^\]]*)\])?\s*(?P<range>[^;]*)(;(?P<marker>.*))?"
-)
+REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9._-]+)\s*(\[(?P<extras>[^\]]*)\])?\s*(?P<range>[^;]*)(;(?P<marker>.*))?")
 
 
 def python(code: str) -> str:
@@ -53,9 +51,7 @@ def test_importing_flamia_does_not_reach_for_the_extras():
         "cutlass",
         "hypothesis",
     ]
-    blocked = (
-        f"import sys; sys.modules.update(dict.fromkeys({heavy!r})); import flamia; print(flamia.__version__)"
-    )
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({heavy!r})); import flamia; print(flamia.__version__)"
     assert python(blocked).strip() == flamia.__version__
 
 
@@ -78,9 +74,7 @@ def test_torch_is_the_only_requirement_without_an_extra():
 
 
 def test_ranges_are_loose():
-    pinned = [
-        r.group() for r in requirements() if "==" in r["range"] or "<" in r["range"] or "~=" in r["range"]
-    ]
+    pinned = [r.group() for r in requirements() if "==" in r["range"] or "<" in r["range"] or "~=" in r["range"]]
     assert not pinned
 
 
@@ -109,3 +103,21 @@ def test_no_source_file_grows_beyond_800_lines():
     lengths = {path: len(path.read_text().splitlines()) for path in (ROOT / "src").rglob("*.py")}
     assert lengths
     assert not {str(path.relative_to(ROOT)): n for path, n in lengths.items() if n > 800}
+
+
+def test_readmes_example_runs(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    names: dict[str, object] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["o"].shape == (512, 8, 128)
+    assert names["lse"].shape == (8, 512)
+    assert names["q"].grad.isfinite().all()
+    assert "mxfp8-exact" in capsys.readouterr().out
+
+
+def test_readme_names_every_recipe_and_no_other():
+    table = (ROOT / "README.md").read_text().partition("## Recipes")[2].partition("## ")[0]
+    named = set(re.findall(r"`([a-z0-9-]+)`", table)) - {"-exact"}
+    bases = {"mxfp8", "nvfp4", "fp4", "mxfp8-folded", "nvfp4-folded"}
+    assert bases <= named
+    assert named | {f"{base}-exact" for base in bases} == set(flamia.recipes())

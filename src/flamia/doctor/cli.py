@@ -16,9 +16,7 @@ TENSORS = ("o", "dq", "dk", "dv")
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-    run_self_test: Annotated[
-        bool, typer.Option("--self-test/--no-self-test", help="Run attention, too.")
-    ] = True,
+    run_self_test: Annotated[bool, typer.Option("--self-test/--no-self-test", help="Run attention, too.")] = True,
 ) -> None:
     """Print what this machine can run and what is missing, and run a tiny self-test.
 
@@ -54,9 +52,7 @@ def _machine(report: dict[str, Any]) -> Table:
     table = _table("This machine", "", "")
     table.add_row("flamia", report["flamia"])
     table.add_row("Python", report["python"]["version"])
-    table.add_row(
-        "torch", f"{report['torch']['version']}, built " + (f"for CUDA {build}" if build else "without CUDA")
-    )
+    table.add_row("torch", f"{report['torch']['version']}, built " + (f"for CUDA {build}" if build else "without CUDA"))
     table.add_row("processor", system["processor"])
     table.add_row("cores", f"{system['cores']}, of which torch uses {report['torch']['threads']}")
     table.add_row("memory", f"{_gib(system['memory_gib'])}, {_gib(system['available_gib'])} available")

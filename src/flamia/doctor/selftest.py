@@ -38,11 +38,16 @@ def _inputs(device: str) -> list[torch.Tensor]:
     return [tensor.to(device, torch.bfloat16) for tensor in drawn]
 
 
-def _cosines(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> dict[str, float]:
+def _ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, recipe: str) -> torch.Tensor:
     import flamia
 
+    o: Any = flamia.flash_attn_func(q, k, v, causal=True, recipe=recipe)
+    return o
+
+
+def _cosines(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> dict[str, float]:
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-    o = flamia.flash_attn_func(*leaves, causal=True)
+    o = _ours(*leaves, recipe="mxfp8")
     ours = (o.detach(), *torch.autograd.grad(o, leaves, do))
 
     leaves = [tensor.double().requires_grad_() for tensor in (q, k, v)]
@@ -67,11 +72,9 @@ def _textbook(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
 
 
 def _is_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    import flamia
-
     half = q.shape[1] // 2
     # Other tokens, and larger ones: a scale that is shared with the future would move.
     other = [torch.cat([x[:, :half], 8 * x[:, half:].flip(1)], dim=1) for x in (q, k, v)]
-    before = flamia.flash_attn_func(q, k, v, causal=True, recipe="mxfp8-exact")
-    after = flamia.flash_attn_func(*other, causal=True, recipe="mxfp8-exact")
+    before = _ours(q, k, v, recipe="mxfp8-exact")
+    after = _ours(*other, recipe="mxfp8-exact")
     return torch.equal(before[:, :half], after[:, :half])
