@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import types
+from importlib.metadata import distribution
 
 import pytest
 
@@ -57,14 +58,8 @@ def test_version(capsys):
 def test_module_and_console_script_are_the_same_command():
     module = subprocess.run([sys.executable, "-m", "flamia", "--version"], capture_output=True, text=True)
     assert module.stdout == f"flamia {flamia.__version__}\n"
-    (script,) = [entry for entry in flamia_scripts() if entry.name == "flamia"]
+    (script,) = [entry for entry in distribution("flamia").entry_points if entry.name == "flamia"]
     assert script.load() is cli.main
-
-
-def flamia_scripts():
-    from importlib.metadata import distribution
-
-    return distribution("flamia").entry_points
 
 
 def test_doctor_json_is_one_object():
@@ -91,9 +86,7 @@ def test_doctor_needs_no_plotting_package():
 def test_missing_package_is_one_line_that_names_the_extra(package):
     result = run("doctor", block=(package,))
     assert result.returncode == 1
-    assert result.stderr == (
-        f"flamia: this needs {package}, which is not installed: pip install 'flamia[cli]'\n"
-    )
+    assert result.stderr == (f"flamia: this needs {package}, which is not installed: pip install 'flamia[cli]'\n")
 
 
 def test_options_of_a_command_reach_it(toy, capsys):
@@ -106,9 +99,7 @@ def test_options_of_a_command_reach_it(toy, capsys):
 
 
 def test_only_the_asked_command_is_imported():
-    code = (
-        "import sys; from flamia.cli import build; build('doctor'); print('flamia.training' in sys.modules)"
-    )
+    code = "import sys; from flamia.cli import build; build('doctor'); print('flamia.training' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import types
 from importlib import metadata
 
 import pytest
@@ -155,3 +156,18 @@ def test_tables_show_every_finding(report, capsys, monkeypatch):
         "leaks",
     ):
         assert text in shown
+
+
+def test_cuda_devices_are_listed_with_their_capability(monkeypatch):
+    card = types.SimpleNamespace(name="Some GPU", major=9, minor=0, total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    expected = {"name": "Some GPU", "compute_capability": "9.0", "memory_gib": 80.0}
+    assert collect(run_self_test=False)["cuda"] == [expected, expected]
+
+
+@pytest.mark.gpu
+def test_self_test_passes_on_a_cuda_device():
+    result = self_test("cuda:0")
+    assert result["passed"], result

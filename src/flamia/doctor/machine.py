@@ -97,12 +97,12 @@ def _cuda_devices() -> list[dict[str, Any]]:
 
 
 def _backends() -> list[dict[str, Any]]:
-    missing = "no native kernels in this version of flamia; the reference runs on its tensors"
+    missing = "this version of flamia has no native kernels; backend='reference' runs there"
     return [
         {
             "name": "reference",
             "runs_here": True,
-            "note": "plain PyTorch, CPU and CUDA tensors: right, not fast",
+            "note": "plain PyTorch, on CPU and CUDA tensors: right, not fast",
         },
         {"name": "sm90", "runs_here": False, "note": f"Hopper: {missing}"},
         {"name": "sm100", "runs_here": False, "note": f"Blackwell: {missing}"},
