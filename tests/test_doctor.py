@@ -68,7 +68,7 @@ def test_self_test_can_be_left_out():
     assert report["ok"]
 
 
-def textbook(q, k, v, *, causal=False, recipe=None, leak=0.0, scale=None):
+def textbook(q, k, v, *, causal=False, recipe=None, backend=None, leak=0.0, scale=None):
     group = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
     o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
