@@ -98,7 +98,8 @@ def run_backward(
     dlse = torch.zeros_like(lse2) if dlse is None else torch.where(maps["do"].valid, dlse, 0.0)
     do_norm = torch.stack((norm, dlse.abs()), -1)
     if plan.recipe.variant == "folded":
-        delta = torch.where(scale > 0, delta / torch.where(scale > 0, scale, 1.0), 0.0)
+        # The payload holds do * 2^(M - lse): back to do's units.
+        delta = delta * torch.where(lse2 == -torch.inf, 0.0, exp2(lse2 - row_max))
         dq, dk, dv = folded.backward(plan, payloads, do_payloads, documents, lse2, row_max, delta - dlse, do_norm)
     else:
         dq, dk, dv = backward(plan, payloads, do_payloads, documents, lse2, delta - dlse, do_norm)

@@ -13,7 +13,7 @@ from flamia import formats
 from flamia.documents import Documents
 from flamia.plan import Plan
 from flamia.quantize.payloads import Payloads
-from flamia.reference import statistics
+from flamia.reference import counters
 from flamia.reference.chunks import Chunk, chunks
 from flamia.reference.exponentials import exp2
 from flamia.reference.forward import scaled_scores, tiles_per_run
@@ -158,11 +158,7 @@ class _ChunkBackward:
 
     def finished_dq(self) -> Tensor:
         """The accumulated dQ, FP32 [N, L, D]: order, prescale and softmax scale undone."""
-        for counts in statistics.active():
-            values = self.accumulator
-            counts.accumulator_total += values.numel()
-            counts.accumulator_overflow += int((~values.isfinite()).sum())
-            counts.accumulator_subnormal += int(((values != 0) & (values.abs() < 2.0**-14)).sum())
+        counters.count_accumulator(self.accumulator)
         scale = formats.pow2(-self.prescale) * self.plan.softmax_scale
         return self.accumulator.to(torch.float32) * scale.unsqueeze(-1)
 
@@ -194,9 +190,7 @@ class _ChunkBackward:
         else:
             to_dq = to_dk = _block_scaled(ds, BLOCK, BLOCK)
             k_operand = self.k_tokens[:, k0:k1]
-        for counts in statistics.active():
-            counts.ds_total += int((ds != 0).sum())
-            counts.ds_zero += int(((to_dq == 0) & (ds != 0)).sum())
+        counters.count_ds(ds, to_dq)
         return to_dq, to_dk, k_operand
 
     def _four_bit(self, ds: Tensor, run: Run, k0: int, k1: int) -> tuple[Tensor, Tensor, Tensor]:

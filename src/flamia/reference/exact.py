@@ -115,9 +115,7 @@ class _Call:
     ) -> _Call:
         if q.dim() not in (3, 4) or k.dim() != q.dim() or k.shape != v.shape:
             shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-            raise ValueError(
-                f"q, k, v have shapes {shapes}; allowed are [B, S, H, D] or packed [T, H, D], k like v"
-            )
+            raise ValueError(f"q, k, v have shapes {shapes}; allowed are [B, S, H, D] or packed [T, H, D], k like v")
         if q.shape[-1] != k.shape[-1] or q.shape[-2] % max(k.shape[-2], 1):
             raise ValueError(
                 f"q has {q.shape[-2]} heads of {q.shape[-1]}, k has {k.shape[-2]} of {k.shape[-1]}; "
@@ -137,8 +135,7 @@ class _Call:
             offsets_k = _offsets("cu_seqlens_k", cu_q if cu_k is None else cu_k, k.shape[0])
             if len(offsets_q) != len(offsets_k):
                 raise ValueError(
-                    f"cu_seqlens_k has {len(offsets_k)} entries and cu_seqlens_q {len(offsets_q)}; "
-                    "they must agree"
+                    f"cu_seqlens_k has {len(offsets_k)} entries and cu_seqlens_q {len(offsets_q)}; they must agree"
                 )
             documents = tuple(zip(offsets_q[:-1], offsets_q[1:], offsets_k[:-1], offsets_k[1:], strict=True))
         left, right = (-1 if w is None else int(w) for w in window_size)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from torch import Tensor
+
 
 @dataclass
 class Statistics:
@@ -44,6 +46,16 @@ def statistics() -> Iterator[Statistics]:
         _active.remove(counts)
 
 
-def active() -> list[Statistics]:
-    """The collectors in force (empty: nobody counts and nothing need be computed)."""
-    return _active
+def count_accumulator(values: Tensor) -> None:
+    """Add finished dQ accumulators to every collector in force."""
+    for counts in _active:
+        counts.accumulator_total += values.numel()
+        counts.accumulator_overflow += int((~values.isfinite()).sum())
+        counts.accumulator_subnormal += int(((values != 0) & (values.abs() < 2.0**-14)).sum())
+
+
+def count_ds(ds: Tensor, rounded: Tensor) -> None:
+    """Add one piece of dS and its operand of dQ to every collector in force."""
+    for counts in _active:
+        counts.ds_total += int((ds != 0).sum())
+        counts.ds_zero += int(((rounded == 0) & (ds != 0)).sum())
