@@ -56,7 +56,7 @@ def pow2(exponent: Tensor) -> Tensor:
 
 def encode_e4m3(x: Tensor) -> Tensor:
     """FP32 -> E4M3 codes (uint8, same shape), nearest even, saturating at ±448; NaN and infinity -> NaN (0x7F)."""
-    x = torch.where(x.isinf(), torch.nan, x.to(torch.float32))
+    x = torch.where(x.isfinite(), x.to(torch.float32), torch.nan)
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
@@ -72,7 +72,7 @@ def decode_e4m3(codes: Tensor) -> Tensor:
 def round_e4m3(x: Tensor) -> Tensor:
     """Nearest E4M3 value of an FP32 tensor, saturating at ±448, without going through codes; NaN or infinity -> NaN.
 
-    Zeros lose their sign. This is the inner loop of the reference, hence the few passes over memory.
+    This is the inner loop of the reference, hence the few passes over memory.
     """
     c = x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int16)
     half = ((c & 0x7F) << 7) | ((c & 0x80) << 8)
@@ -140,7 +140,7 @@ def e8m0_exponent(amax: Tensor, element: str, rounding: str = "up") -> Tensor:
     ``MIN_EXPONENT``; a block with an infinity or NaN gets ``NAN_EXPONENT``.
     """
     emax, significand = _LARGEST[element]
-    bits = _bits(amax)
+    bits = _bits(amax) & 0x7FFFFFFF  # a NaN out of a vectorised maximum may carry a sign
     e = ((bits >> 23) & 255) - 127 - emax
     if rounding == "up":
         limit = int((significand - 1.0) * 2**23)

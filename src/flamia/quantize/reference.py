@@ -130,12 +130,12 @@ def nvfp4_columns(x: Tensor, tokens: TokenMap, second_level: bool = False) -> NV
     """NVFP4 along tokens in groups of 16 per channel; ``second_level`` adds one power of two per document and head."""
     exponents = torch.empty(0, dtype=torch.uint8, device=x.device)
     if second_level:
-        amax = x.new_zeros(tokens.documents, x.shape[1])
+        amax = x.new_zeros(max(tokens.documents, 1), x.shape[1])  # one even for no document: tokens index it
         index = tokens.document.view(-1, 1).expand(-1, x.shape[1])
         amax = amax.scatter_reduce(0, index, x.abs().amax(-1), "amax")
         e = formats.e8m0_exponent(amax, "nvfp4")
         x = x * formats.pow2(-e)[tokens.document].unsqueeze(-1)
-        exponents = formats.encode_e8m0(e).t().contiguous()
+        exponents = formats.encode_e8m0(e[: tokens.documents]).t().contiguous()
     padded = tokens.pad(x).permute(1, 2, 0).contiguous()  # [N, D, C]
     codes, scales = _nvfp4(padded.unflatten(-1, (-1, NVFP4_GROUP)))
     return NVFP4Columns(formats.pack_nibbles(codes.flatten(-2)), scales, exponents)
@@ -162,7 +162,8 @@ def grouped(x: Tensor, tokens: TokenMap, rounding: str) -> GroupedPayload:
 
 def per_tensor(x: Tensor) -> TensorPayload:
     """Ablation: one FP32 scale, the maximum of the whole packed tensor over 448."""
-    scale = x.abs().amax().view(1) / formats.E4M3_MAX
+    amax = x.abs().amax() if x.numel() else x.new_zeros(())
+    scale = amax.view(1) / formats.E4M3_MAX
     return TensorPayload(formats.encode_e4m3(torch.where(scale > 0, x / scale, x)), scale)
 
 
