@@ -83,7 +83,8 @@ class Recipe:
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
-            if value not in allowed:
+            # 1 == True in Python, but not here
+            if not any(isinstance(value, bool) == isinstance(a, bool) and value == a for a in allowed):
                 raise ValueError(
                     f"{name}={value!r} is not supported: it must be one of {', '.join(map(repr, allowed))}"
                 )
@@ -96,6 +97,7 @@ class Recipe:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not supported: it must be True or False")
         self._check_probabilities()
+        object.__setattr__(self, "tau", float(self.tau or 0.0))  # equal recipes have equal keys
         self._check_combination()
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "key"}
         object.__setattr__(self, "key", json.dumps(values, sort_keys=True))
@@ -131,6 +133,11 @@ class Recipe:
             raise ValueError(
                 f"operand_scale={self.operand_scale!r} is not defined for format='fp4'; its leaking ablation is "
                 "exact_operands=False (groups of keys on diagonal tiles)"
+            )
+        if fp4 and self.scale_rounding != "up":
+            raise ValueError(
+                f"scale_rounding={self.scale_rounding!r} is not defined for format='fp4': its scales round up or to "
+                "nearest; use scale_rounding='up'"
             )
         if self.exact_operands and self.operand_scale != "block":
             raise ValueError(
