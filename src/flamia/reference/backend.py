@@ -95,7 +95,8 @@ def run_backward(
     do_payloads = Payloads(items, empty, empty)
     valid = maps["do"].valid.view(-1, 1, 1)
     delta = formats.tree_sum(dequantize(items["do"]) * torch.where(valid, o, 0).to(torch.float32)).t()
-    dlse = torch.zeros_like(lse2) if dlse is None else torch.where(maps["do"].valid, dlse, 0.0)
+    # lse is the constant -inf where a row sees no key, so whatever gradient arrives there, NaN included, is dropped.
+    dlse = torch.zeros_like(lse2) if dlse is None else torch.where(lse2 == -torch.inf, 0.0, dlse)
     do_norm = torch.stack((norm, dlse.abs()), -1)
     if plan.recipe.variant == "folded":
         # The payload holds do * 2^(M - lse): back to do's units.
