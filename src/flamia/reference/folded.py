@@ -176,23 +176,27 @@ class _ChunkBackward:
         self.c_v, self.e_v = chunk.code_values(v8, "k"), chunk.token_exponents(v8, "k")
         self.c_t, self.e_t = chunk.code_values(t8, "q"), chunk.token_exponents(t8, "q")
         lse2, self.m = chunk.table(lse2, "q"), chunk.table(row_max, "q")
-        # Rows whose T is zero (no key, dO = 0, padding) give nothing and must not set C.
-        self.live = (self.c_t != 0).any(-1) | self.c_t.isnan().any(-1)
-        self.c = self._group_exponents()
+        # Rows whose T is zero (no key, dO = 0, padding) must not set C. They give nothing, but for a gradient through
+        # lse, which is then all of delta: any exponent serves those, C makes the powers below small.
+        delta = chunk.table(delta, "q")
+        nonzero = (self.c_t != 0).any(-1) | self.c_t.isnan().any(-1)
+        self.c = self._group_exponents(nonzero)
+        self.e_t = torch.where(nonzero, self.e_t, self.c)
+        self.live = nonzero | (delta != 0)
         # B = delta 2^(C - 8 - e_T + M - lse + e_Q): one rounded product, the rest exact powers.
         ratio = exp2(torch.where(lse2 == -torch.inf, -torch.inf, self.m - lse2))
         whole = self.c - PROBABILITY_SHIFT - torch.where(self.live, self.e_t, 0) + self.e_q
         self.unit = torch.where(self.live, self.c - PROBABILITY_SHIFT + self.e_q, 0)
-        self.b = torch.where(self.live, chunk.table(delta, "q") * ratio * formats.pow2(whole), 0.0)
+        self.b = torch.where(self.live, delta * ratio * formats.pow2(whole), 0.0)
         self.half = torch.float16 if plan.recipe.accumulator == "fp16" else torch.float32
         self.accumulator = torch.zeros(self.q.shape, dtype=self.half, device=self.q.device)
         self.prescale = torch.zeros(self.q.shape[:2], dtype=torch.int32, device=self.q.device)
         if self.half is torch.float16:
             self.prescale = prescale(plan, chunk, chunk.gather(do_norm.transpose(0, 1), "q"), payloads)
 
-    def _group_exponents(self) -> Tensor:
+    def _group_exponents(self, nonzero: Tensor) -> Tensor:
         # C: the largest exponent of T in every 256 queries from the document's start, int32 [N, L]
-        e = torch.where(self.live, self.e_t, _NONE)
+        e = torch.where(nonzero, self.e_t, _NONE)
         parts = [part.amax(1, keepdim=True).expand_as(part) for part in e.split(PROMOTION, 1)]
         c = torch.cat(parts, 1)
         return torch.where(c == _NONE, 0, c)
