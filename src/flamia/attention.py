@@ -81,7 +81,7 @@ def flash_attn_func(
         v_offset=v_offset,
     )
     o = o.reshape(q.shape)
-    return (o, lse.reshape(-1, batch, len_q).transpose(0, 1)) if return_lse else o
+    return (o, lse.reshape(q.shape[2], batch, len_q).transpose(0, 1)) if return_lse else o
 
 
 def flash_attn_varlen_func(
@@ -271,14 +271,14 @@ def _backend(backend: str, device: torch.device) -> str:
 
 
 def _window(window_size: Window) -> tuple[int, int]:
-    pair = (-1, -1) if window_size is None else tuple(window_size)
-    if len(pair) != 2:
-        raise ValueError(f"window_size must be (left, right), got {window_size!r}")
+    pair = (-1, -1) if window_size is None else window_size
+    if not isinstance(pair, Sequence) or len(pair) != 2:
+        raise ValueError(f"window_size must be a pair (left, right) or None, got {window_size!r}")
     sides = []
     for side in pair:
         if side is None:
             side = -1
-        if not isinstance(side, int) or side < -1:
+        if isinstance(side, bool) or not isinstance(side, int) or side < -1:
             raise ValueError(
                 f"window_size entries must be integers >= 0, or -1 or None for unbounded, got {window_size!r}"
             )
@@ -293,7 +293,8 @@ def _offsets(name: str, cu_seqlens: Tensor, device: torch.device) -> Tensor:
         raise TypeError(f"{name} must be torch.int32 or torch.int64, got {cu_seqlens.dtype}")
     if cu_seqlens.device != device:
         raise ValueError(f"{name} must be on q's device {device}, got {cu_seqlens.device}")
-    return cu_seqlens.to(torch.int32).contiguous()
+    # Clamped, so that an offset past 2^31 is refused as past its buffer instead of wrapping around to a small one.
+    return cu_seqlens.clamp(-1, 2**31 - 1).to(torch.int32).contiguous()
 
 
 def _max_seqlen(name: str, value: int | Tensor | None) -> int:
