@@ -28,6 +28,9 @@ from flamia.quantize.payloads import (
 )
 
 NVFP4_GROUP = 16
+# V's exponent joins the logit in the folded variant: the floor keeps a weight relative to the row reference below 2^64
+# where all of a row's values are zero or tiny. Values below 2^-73 become zero.
+VALUE_MIN_EXPONENT = -64
 
 
 @dataclass(frozen=True)
@@ -86,14 +89,20 @@ def token_amax(x: Tensor) -> Tensor:
 
 
 def token_blocks(
-    x: Tensor, tokens: TokenMap, *, per_token: bool = False, columns: str | None = None, rounding: str = "up"
+    x: Tensor,
+    tokens: TokenMap,
+    *,
+    per_token: bool = False,
+    columns: str | None = None,
+    rounding: str = "up",
+    least: int = formats.MIN_EXPONENT,
 ) -> E4M3Payload:
-    """E4M3 codes with one exponent per 32 consecutive tokens of a document x D, or per token (paper 3.1, A.3)."""
+    """E4M3 codes with one exponent >= ``least`` per 32 tokens of a document x D, or per token (paper 3.1, A.3)."""
     padded = tokens.pad(x)
     amax = padded.abs().amax(-1)  # [C, N]
     if not per_token:
         amax = amax.view(-1, TOKEN_BLOCK, amax.shape[1]).amax(1).repeat_interleave(TOKEN_BLOCK, 0)
-    exponent = formats.e8m0_exponent(amax, "e4m3", rounding)
+    exponent = formats.e8m0_exponent(amax, "e4m3", rounding).clamp(min=least)
     codes = formats.encode_e4m3(padded * formats.pow2(-exponent).unsqueeze(-1))
     table = tokens.unpad(formats.encode_e8m0(exponent)).t().contiguous()
     transposed = _columns(codes, columns) if columns else codes.new_empty(0)
@@ -170,7 +179,8 @@ def per_tensor(x: Tensor) -> TensorPayload:
 def make(spec: Spec, x: Tensor, tokens: TokenMap, *, per_token: bool, rounding: str) -> Payload:
     """The payload that ``spec`` asks for, from a prepared tensor."""
     if spec.kind is E4M3Payload:
-        return token_blocks(x, tokens, per_token=per_token, columns=spec.columns, rounding=rounding)
+        least = VALUE_MIN_EXPONENT if spec.source == "v" else formats.MIN_EXPONENT
+        return token_blocks(x, tokens, per_token=per_token, columns=spec.columns, rounding=rounding, least=least)
     if spec.kind is NVFP4Rows:
         return nvfp4_rows(x, spec.second_level)
     if spec.kind is NVFP4Columns:
