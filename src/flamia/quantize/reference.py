@@ -98,15 +98,19 @@ def token_blocks(
     least: int = formats.MIN_EXPONENT,
 ) -> E4M3Payload:
     """E4M3 codes with one exponent >= ``least`` per 32 tokens of a document x D, or per token (paper 3.1, A.3)."""
-    padded = tokens.pad(x)
-    amax = padded.abs().amax(-1)  # [C, N]
+    # Codes are made per token and padded afterwards: the padded layout is 32 times longer where documents are one token.
+    amax = x.abs().amax(-1)  # [T, N]
     if not per_token:
-        amax = amax.view(-1, TOKEN_BLOCK, amax.shape[1]).amax(1).repeat_interleave(TOKEN_BLOCK, 0)
+        block = tokens.position // TOKEN_BLOCK  # tokens of no document share one behind the last
+        index = block.view(-1, 1).expand_as(amax)
+        tops = amax.new_zeros(tokens.capacity // TOKEN_BLOCK + 1, amax.shape[1])
+        amax = tops.scatter_reduce(0, index, amax, "amax")[block]
     exponent = formats.e8m0_exponent(amax, "e4m3", rounding).clamp(min=least)
-    codes = formats.encode_e4m3(padded * formats.pow2(-exponent).unsqueeze(-1))
-    table = tokens.unpad(formats.encode_e8m0(exponent)).t().contiguous()
-    transposed = _columns(codes, columns) if columns else codes.new_empty(0)
-    return E4M3Payload(tokens.unpad(codes), table, transposed)
+    codes = formats.encode_e4m3(x * formats.pow2(-exponent).unsqueeze(-1))
+    codes = torch.where(tokens.valid.view(-1, 1, 1), codes, 0)
+    table = torch.where(tokens.valid.view(-1, 1), formats.encode_e8m0(exponent), 0).t().contiguous()
+    transposed = _columns(tokens.pad(codes), columns) if columns else codes.new_empty(0)
+    return E4M3Payload(codes, table, transposed)
 
 
 def _columns(codes: Tensor, order: str) -> Tensor:
