@@ -168,7 +168,7 @@ def _measure(
         options = {"k_offset": other.k.float().mean((0, 1)), "v_offset": other.v.float().mean((0, 1))}
     counting: Any = contextlib.nullcontext()
     if ours:
-        from ..reference.statistics import statistics
+        from ..reference import statistics
 
         counting = statistics()
     start = time.perf_counter()

@@ -64,15 +64,17 @@ def audit(
 ) -> None:
     """Does information flow backwards in time, or between documents?
 
-    Later tokens are changed and earlier rows of o, lse and dq compared, bit by bit. A target is safe (no bit
-    changes), confined (31 rows at most, and little), or LEAKS.
+    Later tokens are changed and earlier rows of o, lse and dq compared, bit by bit. A result is bitwise safe, or
+    confined (31 rows at most, o and lse by at most a tenth), or it LEAKS.
 
-    Your own target is 'module:function', a function of q, k, v, each [batch, tokens, heads, head dim] in
-    BF16, with a parameter causal and optionally softmax_scale; it returns o or (o, lse) and is differentiated
-    by autograd. With a parameter cu_seqlens_q it is called like FlashAttention's varlen function instead.
+    Your own target is 'module:function', a function of q, k, v, each (batch, tokens, heads, head dim) in BF16,
+    with a parameter causal and optionally softmax_scale. It returns o or (o, lse) and is differentiated by
+    autograd. With a parameter cu_seqlens_q it is called like FlashAttention's varlen function instead.
 
-    Exit status: 0 if every target keeps its promise: exact recipes change no bit, leaky ones are caught, all
-    others are confined at worst, documents do not mix. 1 if one does not. 2 for bad usage.
+    Exit status: 0 if every target keeps its promise, 1 if one does not, 2 for bad usage. Promised are: no changed
+    bit (exact recipes); being caught (leaky ones); o and lse confined at worst (the other recipes, whose dq can
+    reach further through the scale of the FP16 accumulator); o, lse and dq confined (SDPA and yours); and that
+    documents do not mix.
     """
     chosen = [get_target(name) for name in targets or TARGETS]
     kinds = _names(inputs, "inputs", input_names())

@@ -38,11 +38,11 @@ def describe(report: CausalityReport) -> str:
     """The verdict in words, with the results that it is for."""
     worst = report.verdict
     if worst == "exact":
-        return "bitwise safe"
+        return "bitwise"
     if worst == "noise":
-        return "safe (noise)"
+        return "noise"
     tensors = " ".join(tensor for tensor, verdict in report.verdicts.items() if verdict == worst)
-    return f"{'LEAKS' if worst == 'leaks' else 'confined'}: {tensors}"
+    return f"{'LEAKS' if worst == 'leaks' else 'confined'} {tensors}"
 
 
 def cell(report: CausalityReport, inputs: str, tensor: str, perturbed: Sequence[str]) -> tuple[str, str]:
@@ -54,7 +54,13 @@ def cell(report: CausalityReport, inputs: str, tensor: str, perturbed: Sequence[
     if verdict == "exact":
         return "0", verdict
     size, reach = max(x.max_rel_change for x in leaks), max(x.rows_reached for x in leaks)
-    return f"{size:.1e} ({reach})", verdict
+    return f"{scientific(size)} ({reach})", verdict
+
+
+def scientific(x: float) -> str:
+    """Two digits and a short exponent: 4.3e-3."""
+    digits, _, exponent = f"{x:.1e}".partition("e")
+    return f"{digits}e{int(exponent)}" if exponent else digits
 
 
 def causality_rows(
@@ -69,13 +75,11 @@ def causality_rows(
 
 def causality_table(reports: Sequence[CausalityReport]) -> RenderableType:
     """A table of the leaks of every target, narrow enough for 80 columns."""
-    from rich import box
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(title="Does the past see the future?", caption=LEGEND, caption_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("target", overflow="fold")
-    table.add_column("inputs")
+    table = _table("Does the past see the future?", LEGEND)
+    table.add_column("target", no_wrap=True)
+    table.add_column("inputs", overflow="fold")
     for tensor in CAUSAL_TENSORS:
         table.add_column(tensor, justify="right", no_wrap=True)
     table.add_column("verdict")
@@ -90,20 +94,31 @@ def causality_table(reports: Sequence[CausalityReport]) -> RenderableType:
     return table
 
 
+def _table(title: str, caption: str) -> Any:
+    """A rule under the head and little else, so that eighty columns hold every table."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(
+        title=title,
+        title_style="bold",
+        caption=caption,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+
+
 def styled(text: str, verdict: str) -> str:
     return f"[{STYLES[verdict]}]{text}[/]" if verdict else text
 
 
 def isolation_table(reports: Sequence[IsolationReport]) -> RenderableType:
     """A table of what crossed between documents."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title="Do documents see their neighbours?",
-        caption="Largest relative change of the other documents' rows when one document is scaled by 1000.",
-        caption_justify="left",
+    table = _table(
+        "Do documents see their neighbours?",
+        "Largest relative change of the other documents' rows when one document is scaled by 1000.",
     )
     table.add_column("target", overflow="fold")
     for tensor in TENSORS:
@@ -125,25 +140,20 @@ def isolation_cell(report: IsolationReport, tensor: str) -> str:
         return "–"
     if all(c.bitwise_zero for c in crossings):
         return "0"
-    return f"{max(c.max_rel_change for c in crossings):.1e}"
+    return scientific(max(c.max_rel_change for c in crossings))
 
 
 def accuracy_tables(rows: Sequence[Accuracy]) -> Iterator[RenderableType]:
     """One table for every kind of inputs."""
-    from rich import box
-    from rich.table import Table
-
     for inputs in dict.fromkeys(row.inputs for row in rows):
         chosen = [row for row in rows if row.inputs == inputs]
         size = f"{chosen[0].heads} heads × {chosen[0].tokens} tokens × {chosen[0].head_dim}"
-        table = Table(
-            box=box.SIMPLE_HEAD,
-            title=f"Distance from exact attention: {inputs} inputs, {size}",
-            caption="Cosine to FP64 on the same BF16 operands; relative RMS error; share of dS "
-            "rounded to zero. Biases are in --html and --json.",
-            caption_justify="left",
+        table = _table(
+            f"Distance from exact attention: {inputs} inputs, {size}",
+            "Cosine to FP64 on the same BF16 operands; relative RMS error; share of dS rounded to zero. "
+            "Biases are in --html and --json.",
         )
-        table.add_column("recipe", overflow="fold")
+        table.add_column("recipe", no_wrap=True)
         table.add_column("mask")
         for name in ("o", *GRADIENTS):
             table.add_column(f"cosine\n{name}", justify="right")
@@ -161,7 +171,7 @@ def accuracy_tables(rows: Sequence[Accuracy]) -> Iterator[RenderableType]:
                 *(cosine(getattr(row, name)) for name in ("o", *GRADIENTS)),
                 percent(row.o.relative_error),
                 "–" if row.dq is None else percent(row.dq.relative_error),
-                "–" if row.ds_zero_fraction is None else f"{row.ds_zero_fraction:.2%}",
+                "–" if row.ds_zero_fraction is None else percent(row.ds_zero_fraction),
             )
         yield table
 
@@ -171,7 +181,7 @@ def cosine(distance: Distance | None) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{share:.2%}"
+    return f"{share:.2%}" if share < 0.1 else f"{share:.0%}"
 
 
 def causality_lines(report: CausalityReport) -> Iterator[str]:

@@ -242,10 +242,9 @@ def _load(target: str) -> Callable[..., Any]:
         ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
-            public = [n for n in dir(found) if not n.startswith("_") and callable(getattr(found, n))]
-            raise ValueError(
-                f"target {target!r}: {module_name!r} has no {attribute!r}; it has {', '.join(public) or 'no functions'}"
-            )
+            near = difflib.get_close_matches(part, dir(found), n=3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise ValueError(f"target {target!r}: {module_name!r} has no {attribute!r}{hint}")
         found = getattr(found, part)
     if not callable(found):
         raise ValueError(f"target {target!r} is {type(found).__name__}, which cannot be called")
