@@ -387,6 +387,34 @@ def bits() -> Iterator[Row]:
         yield recipe, *row
 
 
+def order() -> Iterator[Row]:
+    """Relative RMS change of results (lse: largest, absolute) if every score is off by one FP32 unit or so"""
+    from flamia.reference import backward, forward
+
+    yield "recipe", "lse", "O", "dQ", "dK", "dV"
+    modules, real = (forward, backward, folded), forward.scaled_scores
+    for recipe in ("mxfp8", "mxfp8-exact", "nvfp4", "fp4", "mxfp8-folded"):
+        x = gaussian(1024, 2)
+        before = ours(x, recipe, causal=True)
+        g = torch.Generator().manual_seed(0)
+
+        def disturbed(q: Tensor, k: Tensor, scale: float, visible: Tensor | None, g: torch.Generator = g) -> Tensor:
+            s = real(q, k, scale, visible)
+            return s * (1 + 2.0**-23 * torch.randn(s.shape, generator=g, dtype=s.dtype))
+
+        try:
+            for module in modules:
+                module.scaled_scores = disturbed  # type: ignore[attr-defined]
+            after = ours(x, recipe, causal=True)
+        finally:
+            for module in modules:
+                module.scaled_scores = real  # type: ignore[attr-defined]
+        pairs = [(a.double(), b.double()) for a, b in zip(before, after, strict=True)]
+        errors = [float((a - b).norm() / a.norm()) for a, b in pairs]
+        lse = float((pairs[1][0] - pairs[1][1]).abs().max())
+        yield recipe, f"{lse:.1e}", *(f"{errors[i]:.1e}" for i in (0, 2, 3, 4))
+
+
 def speed() -> Iterator[Row]:
     """Seconds of the reference, causal, 4 heads of 128"""
     yield "recipe", "tokens", "forward", "forward and backward"
@@ -417,6 +445,7 @@ SECTIONS: dict[str, Callable[[], Iterator[Row]]] = {
         approximate,
         rotation,
         bits,
+        order,
         speed,
         means,
         accuracy,
