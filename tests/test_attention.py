@@ -414,7 +414,7 @@ def test_offsets_bring_results_closer_to_fp64(recipe: str, causal: bool):
     assert both["o"] < plain["o"] / 2
     assert both["dq"] < plain["dq"] / 2
     assert both["dk"] < plain["dk"] / 2
-    # Through the weights that V's exponents are folded into v_offset reaches lse, but only at the scale of one rounding.
+    # v_offset reaches lse through the weights that V's exponents are folded into, at the scale of one rounding.
     assert both["lse"] == pytest.approx(only_k["lse"], rel=1e-3)
     bound = {"mxfp8": 0.1, "nvfp4": 0.25, "fp4": 0.6}[flamia.get_recipe(recipe).format]
     assert max(both[n] for n in ("dq", "dk", "dv")) < bound
