@@ -116,7 +116,7 @@ def causality_figure(reports: Sequence[CausalityReport]) -> str:
     """For every target the largest change of an earlier row of o and of dq, as SVG; bitwise zero has no
     bar."""
     figure, axes = _axes(width=9, height=1.2 + 0.36 * len(reports))
-    floor = 1e-6
+    floor, ceiling = 1e-6, 1e2
     for i, report in enumerate(reports):
         for shift, tensor, alpha in ((-0.19, "o", 1.0), (0.19, "dq", 0.55)):
             worst = report.worst(tensor)
@@ -125,11 +125,12 @@ def causality_figure(reports: Sequence[CausalityReport]) -> str:
             elif worst.max_rel_change == 0:
                 axes.text(floor * 1.2, i + shift, f"{tensor}: 0", va="center", fontsize=7, color=COLOURS["exact"])
             else:
-                size = min(max(worst.max_rel_change, floor * 2), 1e3)
+                size = min(max(worst.max_rel_change, floor * 2), ceiling / 4)
                 axes.barh(i + shift, size, 0.34, left=0, color=COLOURS[report.judge(worst)], alpha=alpha)
                 axes.text(size * 1.15, i + shift, f"{tensor}: {worst.max_rel_change:.1e}", va="center", fontsize=7)
     axes.set_xscale("log")
-    axes.set_xlim(floor, 1e2)
+    axes.set_xlim(floor, ceiling)
+    axes.set_ylim(-0.6, len(reports) - 0.4)
     axes.set_yticks(range(len(reports)), [report.target for report in reports])
     axes.invert_yaxis()
     axes.set_xlabel("largest relative change of an earlier row when the future changes")
@@ -139,12 +140,12 @@ def causality_figure(reports: Sequence[CausalityReport]) -> str:
 def accuracy_figure(rows: Sequence[Accuracy]) -> str:
     """1 - cosine of o, dq, dk, dv for every recipe, one panel for each kind of inputs and mask, as SVG."""
     panels = list(dict.fromkeys((row.inputs, row.mask) for row in rows))
-    recipes = list(dict.fromkeys(row.recipe for row in rows))
-    figure, grid = _axes(width=9, height=0.9 + (0.5 + 0.36 * len(recipes)) * len(panels), panels=len(panels))
+    count = sum(len({row.recipe for row in rows if (row.inputs, row.mask) == panel}) for panel in panels)
+    figure, grid = _axes(width=9, height=1 + 0.5 * len(panels) + 0.36 * count, panels=len(panels))
     lowest = 1e-6
     for axes, (inputs, mask) in zip(grid if len(panels) > 1 else [grid], panels, strict=True):
         here = {row.recipe: row for row in rows if (row.inputs, row.mask) == (inputs, mask)}
-        shown = [recipe for recipe in recipes if recipe in here]
+        shown = list(here)
         for j, name in enumerate(("o", *GRADIENTS)):
             distances = [getattr(here[recipe], name) for recipe in shown]
             gaps = [math.nan if d is None else max(1 - d.cosine, lowest) for d in distances]
@@ -157,7 +158,7 @@ def accuracy_figure(rows: Sequence[Accuracy]) -> str:
         axes.set_title(f"{inputs}, {mask}", fontsize=9, loc="left")
     last = grid[-1] if len(panels) > 1 else grid
     last.set_xlabel("1 − cosine to exact attention (shorter is better)")
-    last.legend(ncols=4, fontsize=7, frameon=False, loc="lower right")
+    figure.legend(*last.get_legend_handles_labels(), ncols=4, fontsize=8, frameon=False, loc="outside upper right")
     return svg(figure)
 
 
