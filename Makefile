@@ -25,7 +25,7 @@ endif
 PIP := $(PY) -m pip --disable-pip-version-check --no-input install -qq
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help install demo test check lint types format clean
+.PHONY: help install demo test check lint types format docs-figures clean
 
 help:
 	@echo "make demo    doctor, accuracy, causality audit and a short training run, ending in one HTML report"
@@ -65,6 +65,9 @@ types: $(STAMP)
 format: $(STAMP)
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
+
+docs-figures: $(STAMP)
+	@$(PY) docs/figures/all.py
 
 clean:
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

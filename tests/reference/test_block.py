@@ -1,5 +1,8 @@
 """The block variant against plain.py, the same arithmetic written row by row."""
 
+import dataclasses
+import math
+
 import numpy as np
 import plain_attention as plain
 import pytest
@@ -175,6 +178,32 @@ def test_adversarial_accumulator_is_bounded_by_its_scale():
         assert counts.accumulator_overflow == 0
         want = fp64(q, k, v, do, False)[1]
         assert cosine(got.dq, want) > 0.999
+
+
+@pytest.mark.parametrize("scale", ["sequence", "causal"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-folded", "mxfp8-exact", "fp4"])
+def test_accumulator_of_rows_whose_sum_misses_a_tail(recipe, scale):
+    """One key 14.15 binades above 65,536 others: the others' codes are zero, their gradients are not."""
+    keys, top = 65536, 14.15 * math.log(2.0) * 32**0.5
+    q, k, v = torch.zeros(1, 1, 32), torch.zeros(keys, 1, 32), torch.full((keys, 1, 32), -1.5)
+    q[..., 0], k[0, 0, 0], v[0], k[..., 1], k[0, 0, 1] = 1.0, top, 1.5, top, -top
+    full = dataclasses.replace(flamia.get_recipe(recipe), accumulator_scale=scale)
+    with statistics() as counts:
+        got = run(make_plan(full, 1, 1, 32), *(x.bfloat16() for x in (q, k, v, torch.ones_like(q))))
+    assert counts.accumulator_overflow == 0
+    assert got.dq.isfinite().all()
+    assert got.dq.abs().max() > 0
+
+
+def test_random_rounding_draws_anew_when_the_inputs_change():
+    q, k, v, do = [tokens(64, 1, 32, seed) for seed in range(4)]
+    plan = make_plan("fp4", 1, 1, 32)
+    first, again = run(plan, q, k, v, do), run(plan, q, k, v, do)
+    assert torch.equal(first.dq, again.dq)
+    seed = run(make_plan(flamia.Recipe(format="fp4", seed=2**31), 1, 1, 32), q, k, v, do)
+    assert not torch.equal(first.dq, seed.dq)
+    plain = run(make_plan(flamia.Recipe(format="fp4", stochastic_rounding=False), 1, 1, 32), q, k, v, do)
+    assert not torch.equal(first.dq, plain.dq)
 
 
 def test_fp32_accumulator_is_closer():

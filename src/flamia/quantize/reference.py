@@ -29,7 +29,7 @@ from flamia.quantize.payloads import (
 
 NVFP4_GROUP = 16
 # V's exponent joins the logit in the folded variant: the floor keeps a weight relative to the row reference below 2^64
-# where all of a row's values are zero or tiny. Values below 2^-73 become zero.
+# where all of a row's values are zero or tiny. Values up to 2^-74 become zero.
 VALUE_MIN_EXPONENT = -64
 
 

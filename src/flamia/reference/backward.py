@@ -18,23 +18,37 @@ from flamia.reference.chunks import Chunk, chunks
 from flamia.reference.exponentials import exp2
 from flamia.reference.forward import scaled_scores, tiles_per_run
 from flamia.reference.geometry import BLOCK, TILE, Run, padded_length
-from flamia.reference.weights import FP4_BACKWARD_SHIFT, scale_groups
+from flamia.reference.weights import FOLD_RANGE, FP4_BACKWARD_SHIFT, scale_groups
 
 PROBABILITY_SHIFT = 8  # dV's probability operand is E4M3(P * 2^8), P <= 1
-ACCUMULATOR_TARGET = {
-    "mxfp8": 15,
-    "nvfp4": 15,
-    "fp4": 14,
-}  # log2 of the bound of prescaled FP16 sums (paper A.4)
+ACCUMULATOR_TARGET = {"mxfp8": 15, "nvfp4": 15, "fp4": 14}  # log2 of the bound of prescaled FP16 sums (paper A.4)
+
+
+def lost_weight(plan: Plan, keys: Tensor) -> Tensor:
+    """Bound of 1 + 2 lambda, FP32, for rows that see up to ``keys`` keys (FP32, any shape).
+
+    lambda is the weight that a row's denominator misses, relative to the denominator. With row sums from the codes it
+    is what rounds to nothing: in E4M3 less than 2^-10 of a key whose largest is 2^a, times 2^6 where V's exponents are
+    folded in; in E2M1 a third of what a group keeps and more, and whole groups whose UE4M3 scale is zero.
+    """
+    recipe = plan.recipe
+    if recipe.row_sum == "weights":
+        return torch.ones_like(keys)
+    if recipe.format == "fp4":
+        return 5.0 + keys * 2.0 ** -(6 + recipe.p_shift)
+    folds = plan.per_token or recipe.variant == "folded"
+    return 1.0 + keys * 2.0 ** ((FOLD_RANGE if folds else 0) - 9 - recipe.p_shift)
 
 
 def prescale(plan: Plan, chunk: Chunk, do_norm: Tensor, payloads: Payloads) -> Tensor:
     """Exponent p of the dQ accumulator's prescale 2^p, int32 [N, L].
 
-    |sum_j dS_ij K_jc| <= (||dO_i||_1 max|V| + |dlse_i|) max|K|, since rows of P sum to one. "sequence" takes the maxima
-    over the document, "causal" over the keys that the row sees or that come before them.
+    |sum_j dS_ij K_jc| <= ((1 + 2 lambda) ||dO_i||_1 max|V| + |dlse_i|) max|K|: a mean absolute deviation under the
+    weights that the denominator counts, and twice the largest |dP| for the weight lambda that it misses
+    (docs/numerics.md). "sequence" takes the maxima over the document, "causal" over the keys that the row sees or that
+    come before them.
 
-    do_norm: FP32 [N, L], ||dO_i||_1 max|V| without the maximum: see ``row_norms``; [N, L, 2] holds (||dO||_1, |dlse|).
+    do_norm: FP32 [N, L, 2], ||dO_i||_1 and |dlse_i|.
     """
     v_max = chunk.table(payloads.v_amax, "k", False)
     k_max = chunk.table(payloads.k_amax, "k", False)
@@ -42,18 +56,17 @@ def prescale(plan: Plan, chunk: Chunk, do_norm: Tensor, payloads: Payloads) -> T
     if plan.recipe.accumulator_scale == "causal":
         geometry = chunk.geometry
         last = torch.tensor(
-            [max(geometry.last_key(i), 0) for i in range(norm.shape[1])],
-            dtype=torch.int64,
-            device=norm.device,
+            [max(geometry.last_key(i), 0) for i in range(norm.shape[1])], dtype=torch.int64, device=norm.device
         )
-        v_row, k_row = v_max.cummax(1).values[:, last], k_max.cummax(1).values[:, last]
-        bound = (norm * v_row + dlse) * k_row
+        v_max, k_max = v_max.cummax(1).values[:, last], k_max.cummax(1).values[:, last]
+        keys = (last + 1).to(torch.float32)
     else:
-        bound = (norm.amax(1, keepdim=True) * v_max.amax(1, keepdim=True) + dlse.amax(1, keepdim=True)) * k_max.amax(
-            1, keepdim=True
-        )
+        norm, dlse, v_max, k_max = (x.amax(1, keepdim=True) for x in (norm, dlse, v_max, k_max))
+        keys = torch.full((1,), float(chunk.group.len_k), device=norm.device)
+    weight = lost_weight(plan, keys)
+    bound = (norm * v_max * weight + dlse * weight) * k_max
     p = ACCUMULATOR_TARGET[plan.recipe.format] - formats.ceil_log2(bound)
-    return p.clamp(formats.MIN_EXPONENT, 126).expand(norm.shape)
+    return p.clamp(formats.MIN_EXPONENT, 126).expand(do_norm.shape[:2])
 
 
 def backward(
@@ -201,17 +214,23 @@ class _ChunkBackward:
             weight = formats.pow2(self.k_exponents[:, k0:k1].clamp(min=-60)).unsqueeze(1)
         i = torch.arange(run.start, run.stop, device=ds.device).view(1, -1, 1)
         j = torch.arange(k0, k1, device=ds.device).view(1, 1, -1)
-        to_dq = self._groups(ds * weight, i, j, 0).to(torch.float64) / weight
-        to_dk = self._groups(ds.transpose(1, 2), i.transpose(1, 2), j.transpose(1, 2), 1).transpose(1, 2)
+        # The row's lse stands in for a step counter: it moves with the inputs, and only earlier tokens move it.
+        row = self.lse2[:, run.start : run.stop].contiguous().view(torch.int32).to(torch.int64).unsqueeze(-1)
+        to_dq = self._groups(ds * weight, row, i, j, 0).to(torch.float64) / weight
+        to_dk = self._groups(ds.mT, row.mT, i.mT, j.mT, 1).mT
         return to_dq, to_dk.to(torch.float64), (self.k_keyed if fold else self.k_tokens)[:, k0:k1]
 
-    def _groups(self, y: Tensor, i: Tensor, j: Tensor, copy: int) -> Tensor:
-        """E2M1 with one UE8M0 scale per 32 entries of the last dimension, stochastically rounded."""
+    def _groups(self, y: Tensor, row: Tensor, i: Tensor, j: Tensor, copy: int) -> Tensor:
+        """E2M1 with one UE8M0 scale per 32 entries of the last dimension, stochastically rounded.
+
+        row: bits of lse2, i, j: query and key, broadcastable to y; with seed, head and copy they are the counter.
+        """
         groups = y.contiguous().unflatten(-1, (-1, min(BLOCK, y.shape[-1])))
         e = formats.e8m0_exponent(groups.abs().amax(-1, keepdim=True), "e2m1")
         scaled = groups * formats.pow2(-e)
         if self.recipe.stochastic_rounding:
-            bits = formats.counter_bits(self.recipe.seed * 2 + copy, self.head.view(-1, 1, 1), i, j)
+            which = torch.tensor(copy, device=y.device)
+            bits = formats.counter_bits(self.recipe.seed, which, self.head.view(-1, 1, 1), i, j, row)
             codes = formats.round_e2m1_stochastic(scaled, bits.view(groups.shape))
         else:
             codes = formats.round_e2m1(scaled)

@@ -187,7 +187,9 @@ class _ChunkBackward:
         ratio = exp2(torch.where(lse2 == -torch.inf, -torch.inf, self.m - lse2))
         whole = self.c - PROBABILITY_SHIFT - torch.where(self.live, self.e_t, 0) + self.e_q
         self.unit = torch.where(self.live, self.c - PROBABILITY_SHIFT + self.e_q, 0)
-        self.b = torch.where(self.live, delta * ratio * formats.pow2(whole), 0.0)
+        # Through FP64: the power itself may pass FP32's range where T varies by more than 2^120.
+        b = torch.ldexp((delta * ratio).to(torch.float64), whole).to(torch.float32)
+        self.b = torch.where(self.live, b, 0.0)
         self.half = torch.float16 if plan.recipe.accumulator == "fp16" else torch.float32
         self.accumulator = torch.zeros(self.q.shape, dtype=self.half, device=self.q.device)
         self.prescale = torch.zeros(self.q.shape[:2], dtype=torch.int32, device=self.q.device)
@@ -242,7 +244,7 @@ class _ChunkBackward:
         live, m = self.live[:, rows], self.m[:, rows]
         power = torch.where(live, self.e_t[:, rows] - self.c[:, rows], 0) + PROBABILITY_SHIFT
         if self.exact:  # C comes from later queries too: it must not touch a rounding
-            p = exp2(x - m.unsqueeze(-1)) * formats.pow2(power).unsqueeze(-1)
+            p = exp2(x - m.unsqueeze(-1)) * formats.pow2(power.clamp(min=formats.MIN_EXPONENT)).unsqueeze(-1)
         else:
             p = exp2(x + (power - m).unsqueeze(-1))
         return p if run.visible is None else torch.where(run.visible, p, 0.0)

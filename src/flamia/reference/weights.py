@@ -6,8 +6,6 @@ row sums per tile. Shapes: N problems, m query rows, t tiles of w keys, n = t * 
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -153,6 +151,3 @@ def weights(plan: Plan, chunk: Chunk, payloads: Payloads) -> EightBitWeights | F
     """The probability operand of this plan."""
     kind = FourBitWeights if plan.recipe.format == "fp4" else EightBitWeights
     return kind(plan, chunk, payloads)
-
-
-LOG2E = math.log2(math.e)
