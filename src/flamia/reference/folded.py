@@ -244,7 +244,8 @@ class _ChunkBackward:
         live, m = self.live[:, rows], self.m[:, rows]
         power = torch.where(live, self.e_t[:, rows] - self.c[:, rows], 0) + PROBABILITY_SHIFT
         if self.exact:  # C comes from later queries too: it must not touch a rounding
-            p = exp2(x - m.unsqueeze(-1)) * formats.pow2(power.clamp(min=formats.MIN_EXPONENT)).unsqueeze(-1)
+            half = power // 2  # in two steps: the power may be below FP32's range, the weight is then zero or subnormal
+            p = exp2(x - m.unsqueeze(-1)) * formats.pow2(half).unsqueeze(-1) * formats.pow2(power - half).unsqueeze(-1)
         else:
             p = exp2(x + (power - m).unsqueeze(-1))
         return p if run.visible is None else torch.where(run.visible, p, 0.0)
