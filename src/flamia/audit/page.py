@@ -22,7 +22,19 @@ from .report import (
     percent,
 )
 
-__all__ = ["accuracy_figure", "accuracy_section", "causality_figure", "causality_section", "page", "svg"]
+__all__ = [
+    "COLOURS",
+    "SERIES",
+    "accuracy_figure",
+    "accuracy_section",
+    "causality_figure",
+    "causality_section",
+    "page",
+    "render",
+    "safe",
+    "subplots",
+    "svg",
+]
 
 COLOURS = {"exact": "#1a7f37", "noise": "#4a9e5c", "confined": "#b58900", "leaks": "#c0392b"}
 SERIES = ("#2b6cb0", "#dd8452", "#55a868", "#8172b3")
@@ -83,14 +95,14 @@ n }}</th>{% endfor %} <th>bias o</th><th>bias dv</th><th>dS→0</th></tr>
 
 def page(title: str, sections: Sequence[str], subtitle: str = "") -> str:
     """A whole HTML document around finished sections."""
-    return _render(PAGE, title=title, subtitle=subtitle, sections=[_safe(s) for s in sections])
+    return render(PAGE, title=title, subtitle=subtitle, sections=[safe(s) for s in sections])
 
 
 def causality_section(reports: Sequence[CausalityReport], isolations: Sequence[IsolationReport] = ()) -> str:
     """Plot and tables of an audit."""
-    return _render(
+    return render(
         CAUSALITY,
-        figure=_safe(causality_figure(reports)),
+        figure=safe(causality_figure(reports)),
         rows=list(causality_rows(reports, [SPIKES, ("all",)])),
         describe=describe,
         legend=LEGEND,
@@ -102,9 +114,9 @@ def causality_section(reports: Sequence[CausalityReport], isolations: Sequence[I
 
 def accuracy_section(rows: Sequence[Accuracy]) -> str:
     """Plot and table of accuracies."""
-    return _render(
+    return render(
         ACCURACY,
-        figure=_safe(accuracy_figure(rows)),
+        figure=safe(accuracy_figure(rows)),
         rows=rows,
         names=("o", *GRADIENTS),
         cosine=cosine,
@@ -115,7 +127,7 @@ def accuracy_section(rows: Sequence[Accuracy]) -> str:
 def causality_figure(reports: Sequence[CausalityReport]) -> str:
     """For every target the largest change of an earlier row of o and of dq, as SVG; bitwise zero has no
     bar."""
-    figure, axes = _axes(width=9, height=1.2 + 0.36 * len(reports))
+    figure, axes = subplots(width=9, height=1.2 + 0.36 * len(reports))
     floor, ceiling = 1e-6, 1e2
     for i, report in enumerate(reports):
         for shift, tensor, alpha in ((-0.19, "o", 1.0), (0.19, "dq", 0.55)):
@@ -141,7 +153,7 @@ def accuracy_figure(rows: Sequence[Accuracy]) -> str:
     """1 - cosine of o, dq, dk, dv for every recipe, one panel for each kind of inputs and mask, as SVG."""
     panels = list(dict.fromkeys((row.inputs, row.mask) for row in rows))
     count = sum(len({row.recipe for row in rows if (row.inputs, row.mask) == panel}) for panel in panels)
-    figure, grid = _axes(width=9, height=1 + 0.5 * len(panels) + 0.36 * count, panels=len(panels))
+    figure, grid = subplots(width=9, height=1 + 0.5 * len(panels) + 0.36 * count, panels=len(panels))
     lowest = 1e-6
     for axes, (inputs, mask) in zip(grid if len(panels) > 1 else [grid], panels, strict=True):
         here = {row.recipe: row for row in rows if (row.inputs, row.mask) == (inputs, mask)}
@@ -173,7 +185,8 @@ def svg(figure: Any) -> str:
     return text[text.index("<svg") :]
 
 
-def _axes(width: float, height: float, panels: int = 1) -> tuple[Any, Any]:
+def subplots(width: float, height: float, panels: int = 1) -> tuple[Any, Any]:
+    """A figure of ``panels`` axes one above the other, in inches; no window system, no global state."""
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -184,13 +197,15 @@ def _axes(width: float, height: float, panels: int = 1) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _render(template: str, **values: Any) -> str:
+def render(template: str, **values: Any) -> str:
+    """A jinja2 template filled in; values are escaped unless ``safe``."""
     from jinja2 import Environment
 
     return Environment(autoescape=True).from_string(template).render(**values)
 
 
-def _safe(html: str) -> Any:
+def safe(html: str) -> Any:
+    """Marks finished HTML, which a template then takes as it is."""
     from markupsafe import Markup
 
     return Markup(html)
