@@ -84,7 +84,11 @@ def train(
     corpus = load_corpus(config.data)
     Console(stderr=True).print(corpus.describe(), highlight=False)
     with progress_bar(f"train {recipe}", config.steps) as progress:
-        result = run(config, progress, corpus=corpus)
+        try:
+            result = run(config, progress, corpus=corpus)
+        except FloatingPointError as error:
+            typer.echo(f"flamia: {error}", err=True)
+            raise typer.Exit(1) from None
     Console().print(table(result))
 
 

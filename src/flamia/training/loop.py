@@ -10,8 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -101,7 +100,7 @@ class Trainer:
         self.corpus = corpus or load_corpus(config.data)
         self.out = Path(config.out) if config.out is not None else None
         self.attend = get_attention(config.recipe, config.model.window, backend=config.backend)
-        self.exact = get_attention("exact", config.model.window)
+        self.exact = self.attend if config.recipe == "exact" else get_attention("exact", config.model.window)
 
         torch.manual_seed(config.seed)
         self.model = GPT(config.model, torch.Generator().manual_seed(config.seed)).to(self.device)
@@ -145,7 +144,7 @@ class Trainer:
             self.evaluate()
         result.tokens_per_s = len(result.losses) * config.tokens / result.seconds if result.seconds else 0.0
         if self.out is not None:
-            _write(self.out / "result.json", json.dumps(result.as_dict(), indent=1))
+            _write(self.out / "result.json", json.dumps(_plain(result.as_dict()), indent=1))
         return result
 
     def _step(self) -> tuple[float, Tensor, Tensor]:
@@ -187,12 +186,7 @@ class Trainer:
     def evaluate(self) -> Evaluation:
         """Both losses of the present weights on the validation rows; logged and kept in the result."""
 
-        @contextmanager
-        def precision() -> Iterator[None]:
-            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.autocast):
-                yield
-
-        with precision():
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.autocast):
             evaluation = evaluate(
                 self.model, self.validation, self.config.context, self.attend, self.exact, step=self.step
             )
@@ -227,7 +221,7 @@ class Trainer:
     def _log(self, record: dict[str, Any]) -> None:
         if self.out is not None:
             with open(self.out / "log.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+                file.write(json.dumps(_plain(record)) + "\n")
 
     def save(self) -> None:
         """Writes `out`/checkpoint.pt; an interruption leaves the one before it."""
@@ -278,6 +272,15 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device is {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices here")
     return device
+
+
+def _plain(value: Any) -> Any:
+    """`value` with numbers that JSON lacks (NaN, infinities) as null."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _write(path: Path, text: str) -> None:
