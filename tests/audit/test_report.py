@@ -4,8 +4,8 @@ page."""
 import json
 import math
 import re
-import subprocess
 import sys
+from dataclasses import dataclass
 from xml.etree import ElementTree
 
 import pytest
@@ -14,13 +14,33 @@ from flamia import audit
 from flamia.audit import CausalityReport, Leak
 from flamia.audit.cli import TARGETS
 from flamia.audit.report import causality_lines, describe
+from flamia.cli import main
 
 SMALL = ["--tokens", "64", "--heads", "1", "--head-dim", "32"]
 
 
-def flamia(*words, cwd=None):
-    command = [sys.executable, "-m", "flamia", *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300)
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def flamia(capsys, monkeypatch):
+    """Run the command line in this process: a new one spends its time on importing torch."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def run(*words):
+        capsys.readouterr()
+        status = 0
+        try:
+            main(words)
+        except SystemExit as left:
+            status = left.code or 0
+        return Done(status, *capsys.readouterr())
+
+    return run
 
 
 def objects(text):
@@ -30,7 +50,7 @@ def objects(text):
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
-def test_audit_json_is_one_object_a_line_and_nothing_else():
+def test_audit_json_is_one_object_a_line_and_nothing_else(flamia):
     done = flamia("audit", "torch-sdpa", "exact", "leaky-per-tensor", "--json", "--inputs", "gaussian", *SMALL)
     lines = objects(done.stdout)
     assert done.returncode == 0, done.stderr
@@ -46,14 +66,14 @@ def test_audit_json_is_one_object_a_line_and_nothing_else():
     assert any(not line["bitwise_zero"] for line in lines if line["target"] == "leaky-per-tensor")
 
 
-def test_documents_join_the_json_on_request():
+def test_documents_join_the_json_on_request(flamia):
     done = flamia("audit", "exact", "--json", "--isolation", "--inputs", "gaussian", *SMALL)
     lines = [line for line in objects(done.stdout) if line["perturbed"] == "document"]
     assert {line["tensor"] for line in lines} == {"o", "lse", "dq", "dk", "dv"}
     assert all(line["bitwise_zero"] for line in lines)
 
 
-def test_accuracy_json():
+def test_accuracy_json(flamia):
     done = flamia("accuracy", "--json", "--recipes", "mxfp8,mxfp8+offsets,torch-sdpa", "--inputs", "mean", *SMALL)
     lines = objects(done.stdout)
     assert done.returncode == 0, done.stderr
@@ -67,7 +87,8 @@ def test_accuracy_json():
         assert line["offsets"] is (line["recipe"] == "mxfp8+offsets")
 
 
-def test_a_leaking_function_fails_the_audit_and_a_safe_one_passes(tmp_path):
+def test_a_leaking_function_fails_the_audit_and_a_safe_one_passes(flamia, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(
         "import torch\n"
         "def safe(q, k, v, causal):\n"
@@ -77,11 +98,11 @@ def test_a_leaking_function_fails_the_audit_and_a_safe_one_passes(tmp_path):
         "def leaks(q, k, v, causal):\n"
         "    return safe(q, k, v, causal) + v.detach().abs().amax()\n"
     )
-    good = flamia("audit", "mine:safe", "--inputs", "gaussian", *SMALL, cwd=tmp_path)
+    good = flamia("audit", "mine:safe", "--inputs", "gaussian", *SMALL)
     assert good.returncode == 0, good.stderr
     assert "bitwise" in good.stdout
     assert "isolated" in good.stdout
-    bad = flamia("audit", "mine:leaks", "--inputs", "gaussian", *SMALL, cwd=tmp_path)
+    bad = flamia("audit", "mine:leaks", "--inputs", "gaussian", *SMALL)
     assert bad.returncode == 1
     assert "LEAKS o" in bad.stdout
     assert "not as promised: mine:leaks" in bad.stderr
@@ -98,7 +119,7 @@ def test_a_leaking_function_fails_the_audit_and_a_safe_one_passes(tmp_path):
         (["accuracy", "--recipes", "mxfp9"], "target 'mxfp9' is unknown"),
     ],
 )
-def test_bad_usage_is_one_line_and_status_2(words, message):
+def test_bad_usage_is_one_line_and_status_2(flamia, words, message):
     done = flamia(*words)
     assert done.returncode == 2
     assert message in done.stderr
@@ -106,7 +127,7 @@ def test_bad_usage_is_one_line_and_status_2(words, message):
     assert done.stdout == ""
 
 
-def test_terminal_tables_fit_eighty_columns(capsys, monkeypatch):
+def test_terminal_tables_fit_eighty_columns():
     from rich.console import Console
 
     from flamia.audit.report import accuracy_tables, causality_table, isolation_table
@@ -125,7 +146,7 @@ def test_terminal_tables_fit_eighty_columns(capsys, monkeypatch):
     assert re.search(r"mxfp8 +causal +\.99\d\d", text)
 
 
-def test_the_page_is_self_contained(tmp_path):
+def test_the_page_is_self_contained(flamia, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "audit.html"
     flamia("audit", "exact", "leaky-per-tensor", "--inputs", "gaussian", *SMALL, "--html", str(path))
