@@ -225,7 +225,7 @@ class _ChunkBackward:
                 row, to_dq = blocks, to_dk
             counters.count_ds(ds, to_dq)
             dq = torch.bmm(to_dq, self.c_k[:, keys]).to(torch.float32)
-            self._accumulate(dq * formats.pow2(row - self.e_q[:, rows]).unsqueeze(-1), rows)
+            self._accumulate(dq * _power(row - self.e_q[:, rows]).unsqueeze(-1), rows)
             scaled = to_dk * formats.pow2(blocks).unsqueeze(-1)
             height = ds.shape[1] // run.tiles
             for t in range(run.tiles):
@@ -287,13 +287,18 @@ class _Promotion:
             self.partial_dk, self.partial_dv = self.partial_dk + dk, self.partial_dv + dv
 
     def _flush(self) -> None:
-        power = formats.pow2(self.c - PROBABILITY_SHIFT).view(-1, 1, 1)
+        power = _power(self.c - PROBABILITY_SHIFT).view(-1, 1, 1)
         self.dk = self.dk + self.partial_dk.to(torch.float32)
         self.dv = self.dv + self.partial_dv.to(torch.float32) * power
 
     def result(self) -> tuple[Tensor, Tensor]:
         self._flush()
         return self.dk, self.dv
+
+
+def _power(exponent: Tensor) -> Tensor:
+    """2^exponent for a sum of exponents, held to FP32's range: it must not pass for the exponent that marks a NaN."""
+    return formats.pow2(exponent.clamp(formats.MIN_EXPONENT, 127))
 
 
 def _kept_exponents(ds: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor]:
