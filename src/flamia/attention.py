@@ -294,7 +294,7 @@ def _offsets(name: str, cu_seqlens: Tensor, device: torch.device) -> Tensor:
     if cu_seqlens.device != device:
         raise ValueError(f"{name} must be on q's device {device}, got {cu_seqlens.device}")
     # Clamped, so that an offset past 2^31 is refused as past its buffer instead of wrapping around to a small one.
-    return cu_seqlens.clamp(-1, 2**31 - 1).to(torch.int32).contiguous()
+    return cu_seqlens.clamp(-(2**31), 2**31 - 1).to(torch.int32).contiguous()
 
 
 def _max_seqlen(name: str, value: int | Tensor | None) -> int:
