@@ -1,0 +1,1 @@
+"""Quantization: payload layouts, their reference twins, and (on a GPU) the fused launches."""

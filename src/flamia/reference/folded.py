@@ -1,0 +1,319 @@
+"""The "folded" variant: the same operand codes on a machine that has no block-scaled products (Hopper).
+
+Every scale is folded into something that is multiplied anyway, so the arithmetic around the products differs from the
+"block" variant (docs/numerics.md, "Folding"): V's exponent joins the logit, the row reference moves in whole steps, dO
+enters once as T = dO 2^(M - lse) with one exponent per token, and dS keeps one exponent per 128 keys x 32 queries while
+it serves. Base 2 throughout: x is a scaled score, z = x + e_V, R the row reference of z, M that of x.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flamia import formats
+from flamia.documents import Documents
+from flamia.plan import Plan
+from flamia.quantize.payloads import E4M3Payload, Payloads
+from flamia.reference import counters
+from flamia.reference.backward import PROBABILITY_SHIFT, prescale
+from flamia.reference.chunks import Chunk, chunks
+from flamia.reference.exponentials import exp2, schraudolph_mix
+from flamia.reference.forward import Forward, log2, scaled_scores, tiles_per_run
+from flamia.reference.geometry import BLOCK, TILE, Run, padded_length
+from flamia.reference.weights import FOLD_RANGE
+
+GRID = 4096.0  # the fraction f that a row's references share lies on a grid of 2^-12
+PROMOTION = 256  # queries whose dV and dK partials are one tensor-core accumulation, and that share C
+LOWEST = 28.0  # a dS exponent is kept while the scaled maximum stays in (28, 448]
+_NONE = -1000
+
+
+def _e4m3(payload: object) -> E4M3Payload:
+    assert isinstance(payload, E4M3Payload)
+    return payload
+
+
+# ------------------------------------------------------------------------------------------------------ forward
+
+
+def forward(plan: Plan, payloads: Payloads, documents: Documents) -> Forward:
+    """Attention of every document; ``row_max`` of the result is M. Rows that see no key: o = 0, lse2 = -inf."""
+    device = documents.cu_seqlens_q.device
+    o = torch.zeros(documents.total_q, plan.heads_q, plan.head_dim, device=device)
+    lse2 = torch.full((plan.heads_q, documents.total_q), -torch.inf, device=device)
+    row_max = torch.zeros(plan.heads_q, documents.total_q, device=device)
+    for chunk in chunks(documents, plan.heads_kv, plan.ratio, plan.head_dim, plan.left, plan.right):
+        q, k = chunk.head_values(payloads["q"], "q"), chunk.head_values(payloads["k"], "k")
+        v = chunk.code_values(_e4m3(payloads["v"]), "k")
+        e_v = chunk.token_exponents(_e4m3(payloads["v"]), "k")
+        results = []
+        for q0 in range(0, padded_length(chunk.group.len_q), TILE):
+            rows = _ForwardRows(plan, q[:, q0 : q0 + TILE])
+            m = rows.q.shape[1]
+            for run in chunk.geometry.key_runs(q0, q0 + m, tiles_per_run(chunk), device):
+                rows.visit(run, k, v, e_v)
+            results.append(rows.finish())
+        chunk.scatter(o, torch.cat([r[0] for r in results], 1), "q")
+        chunk.scatter_table(lse2, torch.cat([r[1] for r in results], 1), "q")
+        chunk.scatter_table(row_max, torch.cat([r[2] for r in results], 1), "q")
+    return Forward(o, lse2, row_max)
+
+
+class _ForwardRows:
+    """Running state of one tile of queries [N, m, D]."""
+
+    def __init__(self, plan: Plan, q: Tensor) -> None:
+        self.plan, self.q = plan, q
+        n, m, d = q.shape
+
+        def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.full((n, m), value, dtype=dtype, device=q.device)
+
+        self.fraction = full(-torch.inf)  # f; -inf until the row has seen a key
+        self.x_max, self.reference, self.total = full(-torch.inf), full(-torch.inf), full(0.0)
+        self.top = full(_NONE, torch.int32)  # largest exponent of V among keys seen so far
+        self.out = torch.zeros(n, m, d, device=q.device)
+
+    def visit(self, run: Run, k: Tensor, v: Tensor, e_v: Tensor) -> None:
+        """Add the keys of a run, one tile after the other."""
+        x = scaled_scores(self.q, k[:, run.start : run.stop], self.plan.score_scale, run.visible)
+        width = x.shape[-1] // run.tiles
+        for t in range(run.tiles):
+            tile = slice(run.start + t * width, run.start + (t + 1) * width)
+            self._tile(x[..., t * width : (t + 1) * width], v[:, tile], e_v[:, tile].unsqueeze(1), run.visible)
+
+    def _tile(self, x: Tensor, v: Tensor, e_v: Tensor, visible: Tensor | None) -> None:
+        recipe = self.plan.recipe
+        top_x = x.amax(-1).to(torch.float32)
+        f = torch.where(self.fraction == -torch.inf, torch.ceil(top_x * GRID) / GRID, self.fraction)
+        safe_f = torch.where(f == -torch.inf, 0.0, f)
+        top_z = (x + e_v).amax(-1).to(torch.float32)
+        stepped = safe_f + torch.ceil(top_z - safe_f)
+        first = self.reference == -torch.inf
+        moves = first | (top_z - self.reference > (recipe.tau or 0.0))
+        now = torch.where(moves, stepped, self.reference)
+        safe = torch.where(now == -torch.inf, 0.0, now)
+        power = schraudolph_mix if recipe.exponential == "schraudolph" else exp2
+        p = power(x + (e_v + recipe.p_shift - safe.unsqueeze(-1)))
+        if visible is not None:
+            p = torch.where(visible, p, 0.0)  # Schraudolph's smallest value is not zero
+        codes = formats.round_e4m3(p).to(torch.float64)
+        seen = e_v if visible is None else torch.where(visible, e_v, _NONE)
+        self.top = torch.maximum(self.top, seen.amax(-1).to(torch.int32))
+        counted = p.to(torch.float64)
+        if recipe.row_sum == "codes":
+            counted = torch.where(e_v >= self.top.unsqueeze(-1) - FOLD_RANGE, codes, counted)
+        sums = (counted * formats.pow2(-e_v)).sum(-1).to(torch.float32)
+        factor = torch.where(now == self.reference, 1.0, exp2(self.reference - now))
+        self.out = self.out * factor.unsqueeze(-1) + torch.bmm(codes, v).to(torch.float32)
+        self.total = self.total * factor + sums
+        self.fraction, self.reference, self.x_max = f, now, torch.maximum(self.x_max, top_x)
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """o [N, m, D], lse2 [N, m], M [N, m]."""
+        bad, seen = self.total.isnan(), self.total > 0
+        inverse = torch.where(seen, 1.0 / torch.where(seen, self.total, 1.0), 0.0)
+        lse2 = torch.where(seen, self.reference + (log2(self.total) - self.plan.recipe.p_shift), -torch.inf)
+        m = self.fraction + torch.ceil(self.x_max - self.fraction)
+        m = torch.where(self.fraction == -torch.inf, 0.0, m)
+        inverse, lse2 = torch.where(bad, self.total, inverse), torch.where(bad, self.total, lse2)
+        return self.out * inverse.unsqueeze(-1), lse2, m
+
+
+# ----------------------------------------------------------------------------------------------------- backward
+
+
+def backward(
+    plan: Plan,
+    payloads: Payloads,
+    do_payloads: Payloads,
+    documents: Documents,
+    lse2: Tensor,
+    row_max: Tensor,
+    delta: Tensor,
+    do_norm: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq FP32 [T, heads, D], dk and dv FP32 [Tk, kv heads, D] before the inverse rotation of dq and dk.
+
+    Arguments as ``reference.backward.backward``; ``do_payloads["do"]`` holds T with one exponent per token, row_max M.
+    """
+    device = lse2.device
+    dq = torch.zeros(documents.total_q, plan.heads_q, plan.head_dim, device=device)
+    dk = torch.zeros(documents.total_k, plan.heads_kv, plan.head_dim, device=device)
+    dv = torch.zeros_like(dk)
+    for chunk in chunks(documents, plan.heads_kv, plan.ratio, plan.head_dim, plan.left, plan.right):
+        step = _ChunkBackward(plan, chunk, payloads, do_payloads, lse2, row_max, delta, do_norm)
+        parts = [step.key_tile(k0) for k0 in range(0, padded_length(chunk.group.len_k), TILE)]
+        chunk.scatter(dq, step.finished_dq(), "q")
+        chunk.scatter(dk, chunk.sum_shared(torch.cat([p[0] for p in parts], 1)), "k")
+        chunk.scatter(dv, chunk.sum_shared(torch.cat([p[1] for p in parts], 1)), "k")
+    return dq, dk, dv
+
+
+class _ChunkBackward:
+    """Operands and per-query constants of one chunk, and the dQ accumulator that its key tiles add to."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        chunk: Chunk,
+        payloads: Payloads,
+        do_payloads: Payloads,
+        lse2: Tensor,
+        row_max: Tensor,
+        delta: Tensor,
+        do_norm: Tensor,
+    ) -> None:
+        self.plan, self.chunk = plan, chunk
+        self.exact = bool(plan.recipe.exact_operands)
+        self.q, self.k = chunk.head_values(payloads["q"], "q"), chunk.head_values(payloads["k"], "k")
+        eight = ("q8", "k8") if plan.recipe.format == "nvfp4" else ("q", "k")
+        q8, k8, v8 = _e4m3(payloads[eight[0]]), _e4m3(payloads[eight[1]]), _e4m3(payloads["v"])
+        t8 = _e4m3(do_payloads["do"])
+        self.c_q, self.e_q = chunk.code_values(q8, "q"), chunk.token_exponents(q8, "q")
+        self.c_k, self.e_k = chunk.code_values(k8, "k"), chunk.token_exponents(k8, "k")
+        self.c_v, self.e_v = chunk.code_values(v8, "k"), chunk.token_exponents(v8, "k")
+        self.c_t, self.e_t = chunk.code_values(t8, "q"), chunk.token_exponents(t8, "q")
+        lse2, self.m = chunk.table(lse2, "q"), chunk.table(row_max, "q")
+        # Rows whose T is zero (no key, dO = 0, padding) must not set C. They give nothing, but for a gradient through
+        # lse, which is then all of delta: any exponent serves those, C makes the powers below small.
+        delta = chunk.table(delta, "q")
+        nonzero = (self.c_t != 0).any(-1) | self.c_t.isnan().any(-1)
+        self.c = self._group_exponents(nonzero)
+        self.e_t = torch.where(nonzero, self.e_t, self.c)
+        self.live = nonzero | (delta != 0)
+        # B = delta 2^(C - 8 - e_T + M - lse + e_Q): one rounded product, the rest exact powers.
+        ratio = exp2(torch.where(lse2 == -torch.inf, -torch.inf, self.m - lse2))
+        whole = self.c - PROBABILITY_SHIFT - torch.where(self.live, self.e_t, 0) + self.e_q
+        self.unit = torch.where(self.live, self.c - PROBABILITY_SHIFT + self.e_q, 0)
+        # Through FP64: the power itself may pass FP32's range where T varies by more than 2^120.
+        b = torch.ldexp((delta * ratio).to(torch.float64), whole).to(torch.float32)
+        self.b = torch.where(self.live, b, 0.0)
+        self.half = torch.float16 if plan.recipe.accumulator == "fp16" else torch.float32
+        self.accumulator = torch.zeros(self.q.shape, dtype=self.half, device=self.q.device)
+        self.prescale = torch.zeros(self.q.shape[:2], dtype=torch.int32, device=self.q.device)
+        if self.half is torch.float16:
+            self.prescale = prescale(plan, chunk, chunk.gather(do_norm.transpose(0, 1), "q"), payloads)
+
+    def _group_exponents(self, nonzero: Tensor) -> Tensor:
+        # C: the largest exponent of T in every 256 queries from the document's start, int32 [N, L]
+        e = torch.where(nonzero, self.e_t, _NONE)
+        parts = [part.amax(1, keepdim=True).expand_as(part) for part in e.split(PROMOTION, 1)]
+        c = torch.cat(parts, 1)
+        return torch.where(c == _NONE, 0, c)
+
+    def key_tile(self, k0: int) -> tuple[Tensor, Tensor]:
+        """dK and dV of one tile of keys, FP32 [N, w, D]; adds the tile's partials to the dQ accumulator."""
+        k1 = min(k0 + TILE, self.k.shape[1])
+        keys = slice(k0, k1)
+        promoted = _Promotion(self.c_k[:, keys])
+        exponent = torch.full((self.q.shape[0],), _NONE, dtype=torch.int32, device=self.q.device)
+        for run in self.chunk.geometry.query_runs(k0, k1, tiles_per_run(self.chunk), self.k.device):
+            rows = slice(run.start, run.stop)
+            p = self._weights(run, rows, keys)
+            p_codes = formats.round_e4m3(torch.where(self.live[:, rows].unsqueeze(-1), p, 0.0)).to(torch.float64)
+            ds = self._scores_gradient(p, rows, keys)
+            if run.visible is not None:
+                ds = torch.where(run.visible, ds, 0.0)
+            blocks, exponent = _kept_exponents(ds, exponent)
+            to_dk = formats.round_e4m3(ds * formats.pow2(-blocks).unsqueeze(-1)).to(torch.float64)
+            if self.plan.recipe.exact_ds:
+                row = formats.e8m0_exponent(ds.abs().amax(-1), "e4m3")
+                to_dq = formats.round_e4m3(ds * formats.pow2(-row).unsqueeze(-1)).to(torch.float64)
+            else:
+                row, to_dq = blocks, to_dk
+            counters.count_ds(ds, to_dq)
+            dq = torch.bmm(to_dq, self.c_k[:, keys]).to(torch.float32)
+            self._accumulate(dq * _power(row - self.e_q[:, rows]).unsqueeze(-1), rows)
+            scaled = to_dk * formats.pow2(blocks).unsqueeze(-1)
+            height = ds.shape[1] // run.tiles
+            for t in range(run.tiles):
+                q0 = run.start + t * height
+                part, tile = slice(t * height, (t + 1) * height), slice(q0, q0 + height)
+                dv = torch.bmm(p_codes[:, part].transpose(1, 2), self.c_t[:, tile])
+                dk = torch.bmm(scaled[:, part].transpose(1, 2), self.c_q[:, tile])
+                promoted.add(q0 // PROMOTION, dk, dv, self.c[:, q0])
+        dk32, dv32 = promoted.result()
+        dk32 = dk32 * formats.pow2(-self.e_k[:, keys]).unsqueeze(-1) * self.plan.softmax_scale
+        return dk32, dv32
+
+    def _weights(self, run: Run, rows: slice, keys: slice) -> Tensor:
+        """2^(x - M + e_T - C + 8), FP32 [N, rows, keys], zero where masked."""
+        x = scaled_scores(self.q[:, rows], self.k[:, keys], self.plan.score_scale, run.visible)
+        live, m = self.live[:, rows], self.m[:, rows]
+        power = torch.where(live, self.e_t[:, rows] - self.c[:, rows], 0) + PROBABILITY_SHIFT
+        if self.exact:  # C comes from later queries too: it must not touch a rounding
+            half = power // 2  # in two steps: the power may be below FP32's range, the weight is then zero or subnormal
+            p = exp2(x - m.unsqueeze(-1)) * formats.pow2(half).unsqueeze(-1) * formats.pow2(power - half).unsqueeze(-1)
+        else:
+            p = exp2(x + (power - m).unsqueeze(-1))
+        return p if run.visible is None else torch.where(run.visible, p, 0.0)
+
+    def _scores_gradient(self, p: Tensor, rows: slice, keys: slice) -> Tensor:
+        """dS 2^(e_Q + e_K), FP32 [N, rows, keys]."""
+        dp = torch.bmm(self.c_t[:, rows], self.c_v[:, keys].transpose(1, 2)).to(torch.float32).to(torch.float64)
+        scale = self.unit[:, rows].unsqueeze(-1) + (self.e_k + self.e_v)[:, keys].unsqueeze(1)
+        power = torch.ldexp(torch.ones_like(scale, dtype=torch.float64), scale)
+        b = self.b[:, rows].unsqueeze(-1) * formats.pow2(self.e_k[:, keys]).unsqueeze(1)
+        return p * torch.where(self.live[:, rows].unsqueeze(-1), dp * power - b, 0.0).to(torch.float32)
+
+    def _accumulate(self, partial: Tensor, rows: slice) -> None:
+        scaled = partial * formats.pow2(self.prescale[:, rows]).unsqueeze(-1)
+        self.accumulator[:, rows] += scaled.to(self.half)
+
+    def finished_dq(self) -> Tensor:
+        """The accumulated dQ, FP32 [N, L, D]: prescale and softmax scale undone."""
+        counters.count_accumulator(self.accumulator)
+        scale = formats.pow2(-self.prescale) * self.plan.softmax_scale
+        return self.accumulator.to(torch.float32) * scale.unsqueeze(-1)
+
+
+class _Promotion:
+    """dK and dV of a key tile: one exact partial per 256 queries, rounded and added in FP32."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.dk, self.dv = (torch.zeros_like(like, dtype=torch.float32) for _ in range(2))
+        self.group = -1
+        self.partial_dk = self.partial_dv = torch.zeros_like(like)
+        self.c = torch.zeros(like.shape[0], dtype=torch.int32, device=like.device)
+
+    def add(self, group: int, dk: Tensor, dv: Tensor, c: Tensor) -> None:
+        if group != self.group:
+            self._flush()
+            self.group, self.c = group, c
+            self.partial_dk, self.partial_dv = dk, dv
+        else:
+            self.partial_dk, self.partial_dv = self.partial_dk + dk, self.partial_dv + dv
+
+    def _flush(self) -> None:
+        power = _power(self.c - PROBABILITY_SHIFT).view(-1, 1, 1)
+        self.dk = self.dk + self.partial_dk.to(torch.float32)
+        self.dv = self.dv + self.partial_dv.to(torch.float32) * power
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        self._flush()
+        return self.dk, self.dv
+
+
+def _power(exponent: Tensor) -> Tensor:
+    """2^exponent for a sum of exponents, held to FP32's range: it must not pass for the exponent that marks a NaN."""
+    return formats.pow2(exponent.clamp(formats.MIN_EXPONENT, 127))
+
+
+def _kept_exponents(ds: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor]:
+    """Exponent of every 32 queries x all keys of a tile, kept from block to block while it serves.
+
+    ds: FP32 [N, m, w]; exponent: int32 [N], the one in force before, ``_NONE`` before the first gradient. Returns the
+    exponents per row, int32 [N, m], and the one in force after.
+    """
+    height = min(BLOCK, ds.shape[1])
+    tops = ds.abs().amax(-1).unflatten(-1, (-1, height)).amax(-1)  # [N, blocks]
+    own = formats.e8m0_exponent(tops, "e4m3")
+    result = []
+    for top, e in zip(tops.unbind(-1), own.unbind(-1), strict=True):
+        scaled = top * formats.pow2(-exponent.clamp(-126, 126))
+        serves = (exponent != _NONE) & (scaled > LOWEST) & (scaled <= formats.E4M3_MAX)
+        exponent = torch.where((top == 0) | serves, exponent, e)
+        result.append(torch.where(exponent == _NONE, 0, exponent))
+    return torch.stack(result, -1).repeat_interleave(height, -1), exponent

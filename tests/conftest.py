@@ -1,0 +1,33 @@
+"""What every test shares: one thread per worker; tests of devices skip themselves where there is none."""
+
+import os
+from pathlib import Path
+
+WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if WORKER:
+    # Set before torch is imported: workers that each start a thread per core slow one another down.
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[variable] = "1"
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+if WORKER:
+    torch.set_num_threads(1)
+
+# How long an example takes on a shared machine says nothing; the examples must be the same on all of them.
+hypothesis.settings.register_profile("flamia", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("flamia")
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark everything under tests/gpu `gpu`, and skip what is so marked where torch sees no CUDA device."""
+    skip = None if torch.cuda.is_available() else pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if GPU_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+        if skip is not None and item.get_closest_marker("gpu"):
+            item.add_marker(skip)
