@@ -1,7 +1,7 @@
 """Basic blocks of a kernel, and which registers live inside of a single block.
 
-A block is the unit of translation. It ends at a branch, before a branch target, and before an instruction that
-may have to wait (so that a warp that waits can simply run its block again).
+A block is the unit of translation. It ends at a branch, after an arrival, before a branch target, and before an
+instruction that may have to wait (so that a warp that waits can simply run its block again).
 """
 
 from __future__ import annotations
@@ -112,6 +112,9 @@ def split(kernel: Kernel) -> tuple[list[Block], dict[str, int]]:
             starts.add(n + 1)
         elif waits(instr):
             starts.add(n)
+        elif "arrive" in instr.parts:
+            # a place where others may go first, so that shuffled orders can part an arrival from what follows
+            starts.add(n + 1)
     targets = {i.operands[0].name for i in kernel.instrs if i.parts[0] == "bra"}
     starts.update(kernel.labels[name] for name in targets)
     edges = sorted(s for s in starts if s < len(kernel.instrs)) + [len(kernel.instrs)]

@@ -548,6 +548,7 @@ class Launch:
         self.rng = None if seed is None else random.Random(seed)
         self.clock = 1
         self.notes: list[str] = []
+        self.priorities: dict[int, float] = {}
         self.pool: dict[int, list] = {}
         if any(g % c for g, c in zip(self.grid, self.cluster, strict=True)):
             raise SoftGPUError(f"grid {self.grid} is not a multiple of cluster {self.cluster}")
@@ -634,6 +635,20 @@ class Launch:
                     ctas = [c for cluster in active for c in cluster.ctas]
                     raise Deadlock("livelock: " + deadlock_report(ctas).replace("no warp can run", "warps only spin", 1))
 
+    def _choose(self, cluster: Cluster, gangs: list[Gang]):
+        """The runnable gang, or the cluster for its asynchronous engine, of the highest random priority.
+
+        Priorities last for a while and then change, which starves some agents on purpose (probabilistic concurrency
+        testing, Burckhardt and others 2010): most order bugs need only one agent to be late.
+        """
+        agents = list(gangs) + ([cluster] if cluster.asynchronous() else [])
+        if not agents:
+            return None
+        chosen = max(agents, key=lambda a: self.priorities.setdefault(id(a), self.rng.random()))
+        if self.rng.random() < 0.1:
+            self.priorities[id(chosen)] = self.rng.random()
+        return chosen
+
     def _advance(self, cluster: Cluster) -> bool:
         """Run a cluster until it ends or only spins (True)."""
         rng = self.rng
@@ -641,14 +656,16 @@ class Launch:
         expired_rounds = 0
         while cluster.alive():
             gangs = [g for g in cluster.gangs if g.runnable()]
-            if rng is not None and cluster.asynchronous() and (not gangs or rng.random() < 0.3):
-                cluster.step_asynchronous(rng)
-                continue
+            quantum = self.quantum
+            if rng is not None:
+                chosen = self._choose(cluster, gangs)
+                if chosen is cluster:
+                    cluster.step_asynchronous(rng)
+                    continue
+                if chosen is not None:
+                    gangs, quantum = [chosen], rng.choice((1, 1, 3, 50, self.quantum))
             if gangs:
                 before = cluster.progress
-                if rng is not None:
-                    gangs = [rng.choice(gangs)]
-                quantum = self.quantum if rng is None else rng.choice((3, 20, 200, self.quantum))
                 expired = [g.run(quantum) for g in gangs]
                 if all(expired) and quantum == self.quantum and cluster.progress == before:
                     expired_rounds += 1

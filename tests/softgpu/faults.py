@@ -82,7 +82,7 @@ FAULTS = [
         "shared-memory descriptor shifted by 16 bytes", "blackwell", BLACKWELL,
         replace(r"(add\.s32 smem_desc_b_lo, smem_desc_b_lo_start), 0x2;", r"\1, 0x3;", None), (), True,
     ),
-    Fault("wrong swizzle", "blackwell", BLACKWELL, replace(r"mov\.b32 smem_desc_b_hi, 0x40004040;", "mov.b32 smem_desc_b_hi, 0x80004040;", None), (e.UninitialisedRead,), True),
+    Fault("wrong swizzle", "blackwell", BLACKWELL, replace(r"mov\.b32 smem_desc_b_hi, 0x40004040;", "mov.b32 smem_desc_b_hi, 0x80004040;", None), (e.UninitialisedRead, e.AsyncRace), True),
     Fault("wrong swizzle, tensor map of the kernel's own", "hopper", HOPPER, replace(r"(add\.s64 \s*%rd\d+, %rd\d+), 4611686293305360386;", r"\1, -4611686018427387902;", 0), (e.UninitialisedRead, e.OutOfBounds), True),
     Fault("instruction descriptor: B transposed", "blackwell", BLACKWELL, replace(r"0x8200490;", "0x8210490;", None), (e.OutOfBounds, e.UninitialisedRead), True),
     Fault("instruction descriptor: float16 for bfloat16", "blackwell", BLACKWELL, replace(r"0x8210490;", "0x8210010;", None), (), True),
@@ -100,8 +100,21 @@ FAULTS = [
     Fault("store beyond the buffer", "blackwell", BLACKWELL, replace(r"(st\.global\.b32\s+\[%rd\d+)(?:\+\d+)?\]", r"\1+1048576]", None), (e.OutOfBounds,)),
 ]
 
-SCALE_FAULTS = [
-    ("scale factors of A and B exchanged", replace(r"(block_scale\.block32 [^;]*?), (\[[^\]]*\]), (\[[^\]]*\]), (%p\d+;)", r"\1, \3, \2, \4", None), ()),
-    ("scale factor id", replace(r"(mov\.b32\s+%r\d+, 14\d{7,8};)", r"\1", 0), None),
-    ("scale atom one column on", replace(r"(block_scale\.block32 \[[^\]]*\], %rd\d+, %rd\d+, %r\d+, \[ %r\d+) \+ 0", r"\1 + 1", None), (e.UninitialisedRead,)),
-]  # fmt: skip
+_SCALED = r"(block_scale\.block32 \[[^\]]*\], %rd\d+, %rd\d+, %r\d+), (\[[^\]]*\]), (\[[^\]]*\]), (%p\d+;)"
+
+
+def one_scale_id(text: str) -> str:
+    """Every product takes the instruction descriptor, and so the scale-factor id, of the first."""
+    pattern = r"(block_scale\.block32 \[[^\]]*\], %rd\d+, %rd\d+), (%r\d+)"
+    first = re.search(pattern, text).group(2)
+    return re.sub(pattern, rf"\1, {first}", text)
+
+
+#: name → edit of Triton's mxfp8 product and the diagnoses that may answer it; a wrong number always may
+SCALE_FAULTS = {
+    "scale atoms of A and B exchanged": (replace(_SCALED, r"\1, \3, \2, \4", None), ()),
+    "one scale factor id for all depths": (one_scale_id, ()),
+    "scale atom one column on": (
+        replace(r"(block_scale\.block32 .*\[ %r\d+) \+ 0 \], %p", r"\1 + 1 ], %p", None), (e.UninitialisedRead, e.TensorMemoryMisuse)
+    ),
+}

@@ -1,0 +1,39 @@
+"""Triton's block-scaled products for sm_100a: right against float64, in every schedule order, faults answered."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton.backends.compiler")
+
+import dot_scaled
+from faults import SCALE_FAULTS
+
+from softgpu import Device
+
+SHAPES = [(128, 128, 256, 128, 128, 128), (256, 128, 512, 128, 64, 128), (256, 256, 512, 128, 256, 256)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4"])
+def test_product_is_right(recipe, shape):
+    results = []
+    for seed in (None, 1, 2):
+        difference, c = dot_scaled.run(Device(seed=seed), recipe, *shape)
+        # exact operands, float32 accumulation
+        assert difference < 2e-5
+        results.append(c)
+    assert all((c == results[0]).all() for c in results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCALE_FAULTS)
+def test_scale_fault_is_answered(name):
+    edit, answers = SCALE_FAULTS[name]
+    try:
+        difference, _ = dot_scaled.run(Device(), "mxfp8", *SHAPES[0], edit=edit)
+    except answers as diagnosis:
+        assert str(diagnosis)
+        return
+    assert difference > 0.05
