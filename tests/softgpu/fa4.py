@@ -140,11 +140,20 @@ class Recorded:
     """The launches of one FlashAttention-4 case, to be run again with edited PTX."""
 
     def __init__(self, arch: str, **case):
-        self.calls, self.names = [], ("o", "lse")
+        self.calls, self._before = [], {}
         original = SoftFunction.__call__
-        log = self.calls
+        log, before = self.calls, self._before
+
+        def snapshot(value):
+            if hasattr(value, "untyped_storage"):
+                raw = torch.empty(0, dtype=torch.uint8).set_(value.detach().as_subclass(torch.Tensor).untyped_storage())
+                before.setdefault(raw.data_ptr(), (raw, raw.clone()))
+            elif isinstance(value, (tuple, list)):
+                for x in value:
+                    snapshot(x)
 
         def call(function, *args):
+            snapshot(args)
             log.append((function, args))
             return original(function, *args)
 
@@ -164,6 +173,8 @@ class Recorded:
     def again(self, part: str | None = None, edit=None, *, seed=None, checks=ALL) -> dict[str, float]:
         """Run every launch again; ``edit`` changes the text of kernels named like ``part``. Gives the largest
         difference of each result over the root mean square of the unedited one."""
+        for raw, content in self._before.values():
+            raw.copy_(content)
         for t in self.out.values():
             t.fill_(float("nan"))
         device = Device(seed=seed, checks=checks)
