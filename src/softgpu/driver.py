@@ -68,7 +68,8 @@ class Device:
         self.num_sms, self.seed, self.checks = num_sms, seed, checks
         self.reports: list[Report] = []
         self.buffers: list[tuple[int, int, str, object]] = []
-        self._programs: dict[tuple[str, str], Program] = {}
+        # the PTX is kept beside its program, so that a module's id stays its own
+        self._programs: dict[tuple[str, str], tuple[Program, str | Module]] = {}
 
     def register(self, array, name: str = "buffer") -> int:
         """Make a NumPy array or a host tensor reachable by later launches; gives its address."""
@@ -79,16 +80,15 @@ class Device:
     def program(self, ptx: str | Module, kernel: str | None = None) -> Program:
         """The translated kernel, kept for the next launch. ``kernel`` may be left out when the module has one."""
         key = (hashlib.sha256(ptx.encode()).hexdigest() if isinstance(ptx, str) else str(id(ptx)), kernel or "")
-        found = self._programs.get(key)
-        if found is None:
+        if key not in self._programs:
             module = parse(ptx) if isinstance(ptx, str) else ptx
             if kernel is None and len(module.kernels) != 1:
                 raise ValueError(f"kernel must be named, the module has {sorted(module.kernels)}")
             name = kernel or next(iter(module.kernels))
             if name not in module.kernels:
                 raise ValueError(f"kernel {name!r} is not in the module, which has {sorted(module.kernels)}")
-            found = self._programs[key] = Program(module.kernels[name], module.target)
-        return found
+            self._programs[key] = (Program(module.kernels[name], module.target), ptx)
+        return self._programs[key][0]
 
     def launch(
         self, ptx: str | Module, grid, block, params: bytes, *, kernel: str | None = None, buffers=(), cluster=(1, 1, 1),

@@ -200,10 +200,18 @@ class TensorMap:
     mode: str
     nan_fill: bool
 
+    def place(self, coords: list[int]) -> list[int]:
+        """Coordinates in units of ``unit`` bytes along the innermost dimension."""
+        if self.kind != "u4x2":
+            return coords
+        if coords[0] % 2:
+            raise DescriptorError(f"the innermost coordinate {coords[0]} of a 4-bit tensor is odd")
+        return [coords[0] // 2, *coords[1:]]
+
     #: 4-bit element type → (bytes, kind)
     TYPES = {
         0: (1, "u8"), 1: (2, "u16"), 2: (4, "u32"), 3: (4, "s32"), 4: (8, "u64"), 5: (8, "s64"), 6: (2, "f16"), 7: (4, "f32"),
-        8: (4, "f32"), 9: (8, "f64"), 10: (2, "bf16"),
+        8: (4, "f32"), 9: (8, "f64"), 10: (2, "bf16"), 11: (1, "u4x2"),
     }  # fmt: skip
 
     @classmethod
@@ -223,4 +231,7 @@ class TensorMap:
         box = tuple(b + 1 for b in sizes[:rank])
         steps = tuple((w[13] >> 3 * n & 7) + 1 for n in range(rank))
         mode = ("none", "32B", "64B", "128B")[(head >> 13) & 3]
+        if name == "u4x2":
+            # packed 4-bit elements: kept as bytes, two elements each
+            dims, box = (dims[0] // 2, *dims[1:]), (box[0] // 2, *box[1:])
         return cls(w[0] | w[1] << 32, dims, (unit,) + strides, box, steps, unit, name, mode, bool(head >> 15 & 1))

@@ -253,6 +253,9 @@ class TensorMemory:
         self.valid = np.zeros((TMEM_LANES, TMEM_COLUMNS), bool)
         self.owner = np.zeros(TMEM_COLUMNS, bool)
         self.allocations: dict[int, int] = {}
+        #: columns a warp waits for, and the first column given to it
+        self.wanted: int | None = None
+        self.granted: int | None = None
         self.checks = checks
 
     def allocate(self, columns: int) -> int | None:

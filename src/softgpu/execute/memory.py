@@ -284,23 +284,34 @@ def load_matrix(g, i):
         g.dst(item, "u4", f"{result}[{n}]")
 
 
-def _whole_warps(f, mask, what):
-    if not f.lanes.whole or f.mask is not None or (mask is not None and not np.broadcast_to(mask, f.n).all()):
+def full_warps(f, mask, what) -> np.ndarray:
+    """Which warps of the fragment take part, as numbers from its first lane; each with all of its lanes."""
+    if mask is None:
+        if not f.lanes.whole:
+            raise BarrierMisuse(f"{what} needs every lane of its warps")
+        return np.arange(f.n // 32)
+    on = np.zeros(f.gang.size, bool)
+    on[f.lo : f.hi] = np.broadcast_to(mask, f.n)
+    on = on.reshape(-1, 32)
+    taking = on.any(1)
+    if not on[taking].all():
         raise BarrierMisuse(f"{what} needs every lane of its warps")
+    return np.flatnonzero(taking) - f.lo // 32
 
 
 def ldmatrix(f, address, count, trans, mask):
     """Load 8×8 matrices of 16-bit elements; row addresses come from the lanes (PTX ISA 9.7.15.4.15)."""
-    if not f.select(mask).size:
+    warps = full_warps(f, mask, "ldmatrix")
+    out = np.zeros((count, f.n // 32 if f.lanes.whole else 0, 32), np.uint32)
+    if not warps.size:
         return np.zeros((count, f.n), np.uint32)
-    _whole_warps(f, mask, "ldmatrix")
-    warps = f.n // 32
-    at = np.broadcast_to(address, f.n).reshape(warps, 32)[:, : 8 * count]
-    rows = _shared_load(f, np.ascontiguousarray(at).ravel(), 8, 2).view(np.uint16).reshape(warps, count, 8, 8)
+    at = np.broadcast_to(address, f.n).reshape(-1, 32)[warps, : 8 * count]
+    rows = _shared_load(f, np.ascontiguousarray(at).ravel(), 8, 2).view(np.uint16).reshape(warps.size, count, 8, 8)
     if trans:
         rows = rows.transpose(0, 1, 3, 2)
-    pairs = np.ascontiguousarray(rows).view(np.uint32).reshape(warps, count, 32)
-    return np.ascontiguousarray(pairs.transpose(1, 0, 2)).reshape(count, f.n)
+    pairs = np.ascontiguousarray(rows).view(np.uint32).reshape(warps.size, count, 32)
+    out[:, warps] = pairs.transpose(1, 0, 2)
+    return out.reshape(count, f.n)
 
 
 @emits("stmatrix")
@@ -315,20 +326,20 @@ def store_matrix(g, i):
 
 def stmatrix(f, address, values, trans, mask):
     """Store 8×8 matrices of 16-bit elements: the inverse of ``ldmatrix``."""
-    if not f.select(mask).size:
+    warps = full_warps(f, mask, "stmatrix")
+    if not warps.size:
         return
-    _whole_warps(f, mask, "stmatrix")
-    warps, count = f.n // 32, len(values)
+    count = len(values)
     data = np.empty((count, f.n), np.uint32)
     for n, v in enumerate(values):
         data[n] = v
-    tiles = np.ascontiguousarray(data.reshape(count, warps, 32).transpose(1, 0, 2)).view(np.uint16)
-    tiles = tiles.reshape(warps, count, 8, 8)
+    tiles = np.ascontiguousarray(data.reshape(count, -1, 32)[:, warps].transpose(1, 0, 2)).view(np.uint16)
+    tiles = tiles.reshape(warps.size, count, 8, 8)
     if trans:
         tiles = tiles.transpose(0, 1, 3, 2)
     rows = np.ascontiguousarray(tiles).view(np.uint64).reshape(-1, 2)
-    at = np.ascontiguousarray(np.broadcast_to(address, f.n).reshape(warps, 32)[:, : 8 * count]).ravel()
-    sel = (np.arange(warps)[:, None] * 32 + np.arange(8 * count)).ravel()
+    at = np.ascontiguousarray(np.broadcast_to(address, f.n).reshape(-1, 32)[warps, : 8 * count]).ravel()
+    sel = (warps[:, None] * 32 + np.arange(8 * count)).ravel()
     _shared_store(f, at, rows, sel)
 
 

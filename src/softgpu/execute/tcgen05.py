@@ -17,6 +17,7 @@ from ..layouts import InstructionDescriptor, MatrixDescriptor, operand_bytes, op
 from ..memory import OFFSET_MASK, RANK_SHIFT
 from ..ptx import Imm, Mem, Reg, Vec
 from ..translate import emits
+from .memory import full_warps
 from .tma import _each
 from .wgmma import decode
 
@@ -32,7 +33,7 @@ def tcgen05(g, i):
     group = next((int(p[-1]) for p in i.parts if p.startswith("cta_group")), 1)
     if action == "alloc":
         target, count = i.operands
-        g.line(f"if not {g.use(alloc)}(f, {g.address(target)}, {g.src(count, 'u4')}, {g.mask}): return -1")
+        g.line(f"if not {g.use(alloc)}(f, {g.address(target)}, {g.src(count, 'u4')}, {group}, {g.mask}): return -1")
     elif action == "dealloc":
         base, count = i.operands
         g.line(f"{g.use(dealloc)}(f, {g.src(base, 'u4')}, {g.src(count, 'u4')}, {g.mask})")
@@ -55,24 +56,40 @@ def tcgen05(g, i):
         raise g.unsupported(f"tcgen05.{action} is not supported")
 
 
-def alloc(f, target, count, mask):
-    """Allocate columns for the CTA and write their first one to shared memory; waits while none are free."""
+def alloc(f, target, count, group, mask):
+    """Allocate columns and write the first one to shared memory; waits while none are free.
+
+    With cta_group::2 both CTAs of the pair allocate together: each waits for the other's request.
+    """
     lanes = f.select(mask)
     if not lanes.size:
         return True
-    cta = f.cta
-    for warp in sorted({int(w) for w in f.lanes.warps[lanes]}):
-        lane = lanes[f.lanes.warps[lanes] == warp][0]
-        n = int(np.broadcast_to(count, f.n)[lane])
-        start = cta.tensor.allocate(n)
+    if len({int(w) for w in f.lanes.warps[lanes]}) > 1:
+        raise TensorMemoryMisuse("tcgen05.alloc by several warps at once")
+    cta, cluster = f.cta, f.cta.cluster
+    n = int(np.broadcast_to(count, f.n)[lanes[0]])
+    pair = [cta] if group == 1 else [cluster.ctas[cta.rank & ~1], cluster.ctas[cta.rank | 1]]
+    if cta.tensor.granted is None:
+        cta.tensor.wanted = n
+        start = None
+        if all(c.tensor.wanted == n for c in pair):
+            start = pair[0].tensor.allocate(n)
+            if start is not None and group == 2 and pair[1].tensor.allocate(n) != start:
+                raise TensorMemoryMisuse("tcgen05.alloc: the two CTAs of the pair have different columns free")
         if start is None:
             f.block(f"tensor memory: {n} columns, allocated are {cta.tensor.allocations}")
             cta.tensor_waiters.append(f)
             return False
-        at = int(np.broadcast_to(target, f.n)[lane]) & OFFSET_MASK
-        cta.shared.views[4][at // 4] = start
-        cta.shared.valid[at : at + 4] = 1
-        cta.cluster.progress += 1
+        for c in pair:
+            c.tensor.granted, c.tensor.wanted = start, None
+            waiters, c.tensor_waiters = c.tensor_waiters, []
+            for w in waiters:
+                w.wake()
+    at = int(np.broadcast_to(target, f.n)[lanes[0]]) & OFFSET_MASK
+    cta.shared.views[4][at // 4] = cta.tensor.granted
+    cta.shared.valid[at : at + 4] = 1
+    cta.tensor.granted = None
+    cluster.progress += 1
     return True
 
 
@@ -166,15 +183,9 @@ class Access:
 
 def _warps(f, address, mask, what):
     """(register slice of the warp, its taddr, warp) of every full warp in the fragment."""
-    on = f.select(mask)
-    if not on.size:
-        return
-    if not f.lanes.whole or f.mask is not None or on.size % 32:
-        raise BarrierMisuse(f"{what} needs every lane of its warps")
+    warps = full_warps(f, mask, what)
     address = np.broadcast_to(address, f.n)
-    for start in range(0, f.n, 32):
-        if mask is not None and not np.broadcast_to(mask, f.n)[start]:
-            continue
+    for start in (32 * warps).tolist():
         base = address[start : start + 32]
         if (base != base[0]).any():
             raise BarrierMisuse(f"{what}: the address differs within a warp")

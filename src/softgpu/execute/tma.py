@@ -223,6 +223,7 @@ def tensor_load(f, note, target, tmap, coords, bar, multicast, group, mask):
         tensor = _decode_map(_map_bytes(f, at))
         if len(tensor.dims) != len(coords):
             raise DescriptorError(f"a {len(coords)}d copy uses a tensor map of rank {len(tensor.dims)}")
+        where = tensor.place(where)
         _inner_bytes(tensor, "tensor load")
         shape = _box_shape(tensor)
         size = int(np.prod(shape)) * tensor.unit
@@ -316,6 +317,7 @@ def tensor_store(f, note, tmap, coords, source, op, mask):
         tensor = _decode_map(_map_bytes(f, at))
         if len(tensor.dims) != len(coords):
             raise DescriptorError(f"a {len(coords)}d copy uses a tensor map of rank {len(tensor.dims)}")
+        where = tensor.place(where)
         _inner_bytes(tensor, "tensor store")
         shape = _box_shape(tensor)
         size = int(np.prod(shape)) * tensor.unit
