@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 
 import flamia
 from flamia import audit
@@ -120,6 +121,18 @@ def test_leaky_recipes_are_caught(name, reach):
     assert report.flagged
     assert report.as_promised
     assert max(leak.rows_reached for leak in report.leaks if leak.tensor == "o") >= reach
+
+
+def test_constant_offsets_leak_nothing():
+    k_offset, v_offset = torch.full((1, 32), 0.3), torch.full((1, 32), 1.0)
+
+    def smoothed(q, k, v, *, causal, return_lse):
+        offsets = {"k_offset": k_offset, "v_offset": v_offset}
+        return flamia.flash_attn_func(q, k, v, causal=causal, return_lse=return_lse, recipe="mxfp8-exact", **offsets)
+
+    report = audit.causality(smoothed, inputs=("mean", "heavy"), tokens=140, heads=1, head_dim=32)
+    assert report.verdict == "exact"
+    assert {leak.tensor for leak in report.leaks} == {"o", "lse", "dq"}
 
 
 def test_probes_cover_blocks_tiles_and_odd_lengths():
