@@ -90,9 +90,8 @@ def test_exact_recipes_change_no_bit_with_every_future_token_replaced(name, inpu
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_recipes_change_no_bit_over_several_tiles_and_kinds_of_inputs(name):
-    inputs = ("gaussian", "heavy", "mean", "flat")
-    assert audit.causality(name, inputs=inputs, tokens=416, heads=4, kv_heads=2, seed=5).verdict == "exact"
-    assert audit.causality(name, inputs=inputs, tokens=300, heads=2, head_dim=64, seed=6).verdict == "exact"
+    assert audit.causality(name, inputs="heavy", tokens=416, heads=2, kv_heads=1, seed=5).verdict == "exact"
+    assert audit.causality(name, inputs=("mean", "flat"), tokens=300, heads=1, head_dim=64).verdict == "exact"
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8-folded", "nvfp4"])
