@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "Does information flow backwards in time? Ours, torch's or yours.",
     ),
     "train": ("flamia.training.cli", "train", "Train a byte-level GPT on real text with any recipe."),
+    "bench": ("flamia.benchmarks.cli", "bench", "How fast the device kernels are on this machine's GPU."),
     "demo": ("flamia.demo", "demo", "All of these on this machine in minutes, ending in one HTML report."),
 }
 
@@ -38,9 +39,7 @@ def build(asked: str | None = None) -> Any:
 
     @app.callback()
     def options(
-        version: bool = typer.Option(
-            False, "--version", is_eager=True, callback=_version, help="Print the version."
-        ),
+        version: bool = typer.Option(False, "--version", is_eager=True, callback=_version, help="Print the version."),
         traceback: bool = typer.Option(False, "--traceback", help="Show where in the code an error arose."),
     ) -> None:
         """Low-precision softmax attention that people train with."""

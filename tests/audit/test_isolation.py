@@ -32,6 +32,12 @@ def test_documents_do_not_mix(name, causal):
     assert all(c.bitwise_zero for c in report.crossings)
 
 
+def test_a_scale_of_the_whole_tensor_crosses_documents_and_that_is_what_it_is_there_for():
+    report = audit.isolation("leaky-per-tensor", **SMALL)
+    assert not report.isolated
+    assert report.as_promised
+
+
 def test_too_few_documents():
     with pytest.raises(ValueError, match="lengths"):
         audit.isolation("exact", lengths=(5,))

@@ -52,17 +52,24 @@ class IsolationReport:
         layout: "packed", or "batched" for a target that takes no packed documents: there the documents are
             the sequences of a batch.
         noise: per tensor, the largest relative change between two runs on the same operands.
+        promise: what the target's name promises (:class:`~.targets.Target`).
     """
 
     target: str
     layout: str
     crossings: tuple[Crossing, ...]
     noise: dict[str, float]
+    promise: str = "confined"
 
     @property
     def isolated(self) -> bool:
         """Nothing crossed: bitwise, or within the noise of a target that is not deterministic."""
         return all(c.bitwise_zero or c.max_rel_change <= 2 * self.noise[c.tensor] for c in self.crossings)
+
+    @property
+    def as_promised(self) -> bool:
+        """Isolated, which is asked of every target but those that are there to leak."""
+        return self.isolated or self.promise == "leaky"
 
 
 def isolation(
@@ -149,7 +156,9 @@ def isolation(
                     max(seen.max_rel_change, old.max_rel_change if old else 0.0),
                     max(len(seen.rows), old.rows_reached if old else 0),
                 )
-    return IsolationReport(audited.name, "packed" if packed else "batched", tuple(crossings.values()), noise)
+    return IsolationReport(
+        audited.name, "packed" if packed else "batched", tuple(crossings.values()), noise, audited.promise
+    )
 
 
 def _rows(result: Result, tensor: str) -> Tensor | None:

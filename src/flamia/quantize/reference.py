@@ -98,7 +98,7 @@ def token_blocks(
     least: int = formats.MIN_EXPONENT,
 ) -> E4M3Payload:
     """E4M3 codes with one exponent >= ``least`` per 32 tokens of a document x D, or per token (paper 3.1, A.3)."""
-    # Codes are made per token and padded afterwards: the padded layout is 32 times longer where documents are one token.
+    # Codes are made per token and padded afterwards: with documents of one token the padded layout is 32 times longer.
     amax = x.abs().amax(-1)  # [T, N]
     if not per_token:
         block = tokens.position // TOKEN_BLOCK  # tokens of no document share one behind the last

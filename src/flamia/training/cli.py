@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Optional
+from typing import Annotated
 
 import torch
 import typer
@@ -24,31 +24,31 @@ def train(
     recipe: Annotated[
         str, typer.Option(help="Attention to train through: exact, mxfp8, nvfp4, fp4, leaky-fp4-keys, ...")
     ] = "mxfp8",
-    steps: Annotated[Optional[int], typer.Option(help="Optimiser steps.")] = None,  # noqa: UP045
+    steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
     data: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         typer.Option(help="File or folder of text; repeatable. Default: Python's standard library."),
     ] = None,
-    tokens: Annotated[Optional[int], typer.Option(help="Tokens in a step.")] = None,  # noqa: UP045
-    context: Annotated[Optional[int], typer.Option(help="Longest document in a step, in tokens.")] = None,  # noqa: UP045
+    tokens: Annotated[int | None, typer.Option(help="Tokens in a step.")] = None,
+    context: Annotated[int | None, typer.Option(help="Longest document in a step, in tokens.")] = None,
     seed: Annotated[int, typer.Option(help="Of the weights and the order of the data.")] = 0,
-    lr: Annotated[Optional[float], typer.Option(help="Peak learning rate.")] = None,  # noqa: UP045
-    warmup: Annotated[Optional[int], typer.Option(help="Steps of linear warm-up.")] = None,  # noqa: UP045
-    weight_decay: Annotated[Optional[float], typer.Option(help="Of matrices.")] = None,  # noqa: UP045
-    clip: Annotated[Optional[float], typer.Option(help="Largest gradient norm.")] = None,  # noqa: UP045
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    warmup: Annotated[int | None, typer.Option(help="Steps of linear warm-up.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Of matrices.")] = None,
+    clip: Annotated[float | None, typer.Option(help="Largest gradient norm.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     backend: Annotated[str, typer.Option(help="auto or reference.")] = "auto",
     autocast: Annotated[bool, typer.Option(help="BF16 outside of attention too.")] = False,
     out: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(help="Folder of the log, the checkpoints and the result; nothing is written without it."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --out.")] = False,
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0: only at the end.")] = 0,
-    eval_rows: Annotated[Optional[int], typer.Option(help="Validation rows in one evaluation.")] = None,  # noqa: UP045
-    log_every: Annotated[Optional[int], typer.Option(help="Steps between reads of the device.")] = None,  # noqa: UP045
+    eval_rows: Annotated[int | None, typer.Option(help="Validation rows in one evaluation.")] = None,
+    log_every: Annotated[int | None, typer.Option(help="Steps between reads of the device.")] = None,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0: only at the end.")] = 0,
-    threads: Annotated[Optional[int], typer.Option(help="Processor threads.")] = None,  # noqa: UP045
+    threads: Annotated[int | None, typer.Option(help="Processor threads.")] = None,
 ) -> None:
     """Train a byte-level GPT on real text and evaluate it through its own attention and through exact attention.
 

@@ -4,8 +4,9 @@ A model that found a leak does better through its own attention than through exa
 former shows it something of later tokens.  Rounding noise alone does the opposite.  Both losses are taken on the
 same rows, so that the difference is known far better than either (paper sections 3.2 and 4.5).
 
-A model also gets used to the rounding it was trained with, which moves the gap a little without any leak
-(below 0.001 nats in MXFP8 runs of the probe preset).  Hence `MATERIAL`.
+A model also gets used to the rounding it was trained with, which moves the gap a little without any leak: after
+300 steps of the probe preset it is -0.0004 ± 0.0001 for mxfp8-exact, which is bitwise causal, and -0.0006 ± 0.0001
+for mxfp8.  Hence `MATERIAL`.
 """
 
 from __future__ import annotations

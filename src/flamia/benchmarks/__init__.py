@@ -1,0 +1,1 @@
+"""Workloads, timing and the tables of `flamia bench`."""

@@ -1,0 +1,210 @@
+"""The last launches of a backward: dq from its FP16 accumulator, dk and dv from FP32 partial sums (paper A.2, A.4).
+
+Twins: ``reference.backward``'s ``finished_dq`` and ``prescale``, ``Chunk.sum_shared``, and the end of
+``reference.backend.run_backward``.
+"""
+
+# Kernels take pointers and tiles, which have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flamia.documents import Documents, column_capacity
+from flamia.plan import Plan
+from flamia.quantize.triton_formats import EXACT, ceil_log2, hadamard, pow2, round_to
+from flamia.quantize.triton_gradients import Gradients, lost_line
+from flamia.quantize.triton_operands import chunk_width
+from flamia.reference.backward import ACCUMULATOR_TARGET
+from flamia.worklists import TokenTables
+
+_ROWS = 64
+
+
+def fragment_order(head_dim: int) -> Tensor:
+    """Place of (row, channel) within 16 rows of the accumulator in fragment order, int64 [16, D].
+
+    The order in which the threads of a warp hold a 16-row slab of an FP32 ``wgmma`` or ``mma`` accumulator: thread
+    (row % 8) * 4 + (channel % 8) / 2 writes 16 bytes for every 16 channels, so a warp's stores are contiguous.
+    """
+    row = torch.arange(16).view(16, 1)
+    channel = torch.arange(head_dim).view(1, -1)
+    lane = row % 8 * 4 + channel % 8 // 2
+    return (channel // 16 * 32 + lane) * 8 + channel // 8 % 2 * 4 + row // 8 * 2 + channel % 2
+
+
+@triton.jit
+def _sums(base, rows, START: tl.constexpr, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr, FRAGMENTS: tl.constexpr):
+    """Columns START ... START + W of a tile of R rows at base, FP32 [R, W]; rows: how many there are."""
+    if FRAGMENTS:
+        # In memory: slab, 16 channels, row % 8, channel pair, 8 channels, row half, channel. Every read is 16 bytes.
+        i = tl.arange(0, R * W)
+        slab, rest = i // (16 * W), i % (16 * W)
+        x = tl.load(base + slab * (16 * D) + START * 16 + rest, slab * 16 < rows, 0.0).to(tl.float32)
+        x = tl.reshape(x, (R // 16, W // 16, 8, 4, 2, 2, 2))
+        return tl.reshape(tl.permute(x, (0, 5, 2, 1, 4, 3, 6)), (R, W))
+    else:
+        row, channel = tl.arange(0, R)[:, None], tl.arange(0, W)[None, :]
+        return tl.load(base + row * D + START + channel, row < rows, 0.0).to(tl.float32)
+
+
+@triton.jit(
+    do_not_specialize=["total", "capacity_blocks", "documents", "softmax_scale", "lost_base", "lost_slope"],
+    do_not_specialize_on_alignment=["maxima_ptr", "k_maxima_ptr", "v_maxima_ptr", "cu_k_ptr"],
+)
+def _dq_kernel(
+    accumulator_ptr, blocks_ptr, prescale_ptr, maxima_ptr, k_maxima_ptr, v_maxima_ptr, cu_k_ptr, dq_ptr, dq_token,
+    dq_head, total, capacity_blocks, documents, softmax_scale, lost_base, lost_slope,
+    HEADS: tl.constexpr, RATIO: tl.constexpr, D: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+    ROTATE: tl.constexpr, SCALED: tl.constexpr, CAUSAL: tl.constexpr, TARGET: tl.constexpr, FRAGMENTS: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0) % HEADS
+    tile = tl.program_id(0) // HEADS
+    r = tl.arange(0, R)
+    d = tl.arange(0, W)
+    block = tile * (R // 32) + r // 32
+    exists = block < capacity_blocks
+    first = tl.load(blocks_ptr + block * 4, exists, 0)
+    written = r % 32 < tl.load(blocks_ptr + block * 4 + 2, exists, 0)
+    token = first + r % 32
+    scale = tl.zeros((R,), tl.float32) + softmax_scale
+    if SCALED:
+        if CAUSAL:
+            p = tl.load(prescale_ptr + head.to(tl.int64) * total + token, written, 0)
+        else:
+            document = tl.load(blocks_ptr + block * 4 + 3, exists, -1)
+            known = document >= 0
+            norm = tl.load(maxima_ptr + head * documents + document, known, 0.0)
+            loss = tl.load(maxima_ptr + (HEADS + head) * documents + document, known, 0.0)
+            shared = head // RATIO * documents + document
+            v_top = tl.load(v_maxima_ptr + shared, known, 0.0)
+            k_top = tl.load(k_maxima_ptr + shared, known, 0.0)
+            keys = tl.load(cu_k_ptr + document + 1, known, 0) - tl.load(cu_k_ptr + document, known, 0)
+            weight = lost_base + keys.to(tl.float32) * lost_slope
+            p = TARGET - ceil_log2((norm * v_top * weight + loss * weight) * k_top)
+            p = tl.minimum(tl.maximum(p, -126), 126)
+        scale = pow2(-p) * softmax_scale
+    mask, scale = written[:, None], scale[:, None]
+    inside = capacity_blocks * 32 - tile * R
+    base = accumulator_ptr + (head * capacity_blocks.to(tl.int64) * 32 + tile.to(tl.int64) * R) * D
+    x0 = _sums(base, inside, 0, R, W, D, FRAGMENTS) * scale
+    x1 = _sums(base, inside, W, R, W, D, FRAGMENTS) * scale
+    x2 = tl.zeros((R, W), tl.float32)
+    x3 = x2
+    if D > 2 * W:
+        x2 = _sums(base, inside, 2 * W, R, W, D, FRAGMENTS) * scale
+    if D > 3 * W:
+        x3 = _sums(base, inside, 3 * W, R, W, D, FRAGMENTS) * scale
+    if ROTATE:
+        x0, x1, x2, x3 = hadamard(x0, x1, x2, x3, R, W, D)
+    out = dq_ptr + head.to(tl.int64) * dq_head + token.to(tl.int64)[:, None] * dq_token + d[None, :]
+    _store(out, x0, x1, x2, x3, mask, W, D)
+
+
+@triton.jit
+def _store(out, x0, x1, x2, x3, mask, W: tl.constexpr, D: tl.constexpr):
+    kind: tl.constexpr = out.dtype.element_ty
+    tl.store(out, round_to(x0, kind), mask)
+    tl.store(out + W, round_to(x1, kind), mask)
+    if D > 2 * W:
+        tl.store(out + 2 * W, round_to(x2, kind), mask)
+    if D > 3 * W:
+        tl.store(out + 3 * W, round_to(x3, kind), mask)
+
+
+@triton.jit
+def _summed(pointer, mask, scale, RATIO: tl.constexpr, STRIDE: tl.constexpr):
+    total = tl.load(pointer, mask, 0.0) * scale
+    for i in tl.static_range(1, RATIO):
+        total = total + tl.load(pointer + i * STRIDE, mask, 0.0) * scale
+    return total
+
+
+@triton.jit(do_not_specialize=["total", "softmax_scale"])
+def _dk_dv_kernel(
+    dk_sums_ptr, dv_sums_ptr, dk_ptr, dk_token, dk_head, dv_ptr, dv_token, dv_head, total, softmax_scale,
+    HEADS: tl.constexpr, RATIO: tl.constexpr, D: tl.constexpr, W: tl.constexpr, R: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0) % HEADS
+    token = tl.program_id(0) // HEADS * R + tl.arange(0, R)
+    d = tl.arange(0, W)
+    mask = (token < total)[:, None]
+    wide = token.to(tl.int64)[:, None]
+    source = wide * (HEADS * RATIO * D) + head * (RATIO * D) + d[None, :]
+    x2 = tl.zeros((R, W), tl.float32)
+    x3 = x2
+    if tl.program_id(1) == 0:
+        sums = dk_sums_ptr + source
+        x0 = _summed(sums, mask, softmax_scale, RATIO, D)
+        x1 = _summed(sums + W, mask, softmax_scale, RATIO, D)
+        if D > 2 * W:
+            x2 = _summed(sums + 2 * W, mask, softmax_scale, RATIO, D)
+        if D > 3 * W:
+            x3 = _summed(sums + 3 * W, mask, softmax_scale, RATIO, D)
+        if ROTATE:
+            x0, x1, x2, x3 = hadamard(x0, x1, x2, x3, R, W, D)
+        _store(dk_ptr + head.to(tl.int64) * dk_head + wide * dk_token + d[None, :], x0, x1, x2, x3, mask, W, D)
+    else:
+        sums = dv_sums_ptr + source
+        x0 = _summed(sums, mask, 1.0, RATIO, D)
+        x1 = _summed(sums + W, mask, 1.0, RATIO, D)
+        if D > 2 * W:
+            x2 = _summed(sums + 2 * W, mask, 1.0, RATIO, D)
+        if D > 3 * W:
+            x3 = _summed(sums + 3 * W, mask, 1.0, RATIO, D)
+        _store(dv_ptr + head.to(tl.int64) * dv_head + wide * dv_token + d[None, :], x0, x1, x2, x3, mask, W, D)
+
+
+def finish_dq(
+    plan: Plan,
+    gradients: Gradients,
+    k_maxima: Tensor,
+    v_maxima: Tensor,
+    documents: Documents,
+    tables: TokenTables,
+    out: Tensor,
+    *,
+    fragments: bool = False,
+) -> None:
+    """dq from its accumulator in one launch: order, prescale and softmax scale undone, rotated back, rounded.
+
+    Args:
+        gradients: of the same backward; its accumulator holds the sums.
+        k_maxima, v_maxima: FP32 [kv heads, documents], max |k| (rotated) and |v| of each document.
+        documents, tables: of this call; the tables of its queries.
+        out: BF16 or FP16 [T, N, D], contiguous along D; every token is written, those of no document with zeros.
+        fragments: the accumulator's 16-row slabs are in ``fragment_order``.
+    """
+    total, heads, dim = out.shape
+    capacity = column_capacity(total, documents.count)
+    if capacity and heads:
+        causal = gradients.prescale.numel() > 0
+        _dq_kernel[(triton.cdiv(capacity, _ROWS) * heads,)](
+            gradients.accumulator, tables.blocks, gradients.prescale, gradients.maxima, k_maxima, v_maxima,
+            documents.cu_seqlens_k, out, out.stride(0), out.stride(1), total, capacity // 32, documents.count,
+            plan.softmax_scale, *lost_line(plan),
+            HEADS=heads, RATIO=plan.ratio, D=dim, W=chunk_width(dim), R=_ROWS, ROTATE=plan.rotates,
+            SCALED=plan.recipe.accumulator == "fp16", CAUSAL=causal, TARGET=ACCUMULATOR_TARGET[plan.recipe.format],
+            FRAGMENTS=fragments, num_warps=4 if dim <= 128 else 8, **EXACT,
+        )  # fmt: skip
+
+
+def finish_dk_dv(plan: Plan, dk_sums: Tensor, dv_sums: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """dk and dv in one launch from partial sums per query head: softmax scale, sum over shared heads, dk rotated back.
+
+    Args:
+        dk_sums, dv_sums: FP32 [Tk, N, D] of N query heads (or of the kv heads, already summed), contiguous.
+        dk, dv: BF16 or FP16 [Tk, kv heads, D], contiguous along D.
+    """
+    total, heads, dim = dk.shape
+    ratio = dk_sums.shape[1] // heads
+    if total and heads:
+        _dk_dv_kernel[(triton.cdiv(total, _ROWS) * heads, 2)](
+            dk_sums, dv_sums, dk, dk.stride(0), dk.stride(1), dv, dv.stride(0), dv.stride(1), total,
+            plan.softmax_scale, HEADS=heads, RATIO=ratio, D=dim, W=chunk_width(dim), R=_ROWS, ROTATE=plan.rotates,
+            num_warps=4 if dim <= 128 else 8, **EXACT,
+        )  # fmt: skip

@@ -1,0 +1,268 @@
+"""Number formats inside Triton kernels: bit for bit what ``flamia.formats`` computes, compiled or interpreted.
+
+Rounding works on the bits of FP32 numbers, which is exact in both worlds; the one exception is E4M3. Compiled code
+leaves it to the hardware's conversion (``cvt.rn.satfinite.e4m3x2``: same results, a tenth of the instructions), but
+Triton's interpreter loses the carry of that conversion. Kernels that add must be launched with ``EXACT`` so that no
+product is fused into a sum.
+
+Tiles. A kernel holds a tile of tokens x D as four chunks of D/4 columns (two of 16 at D = 32, three of 32 at D = 96;
+the others are zeros). Every thread then owns the same columns of all chunks, so that the two widest strides of the
+butterfly, and the first halvings of a tree sum, are plain additions between registers.
+"""
+
+# Kernels take pointers and tiles, which have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") != "1")
+EXACT = {"enable_fp_fusion": False}  # launch options: no fused multiply-add where the twin rounds twice
+
+NAN_BITS = tl.constexpr(0x7FC00000)
+INFINITY_BITS = tl.constexpr(0x7F800000)
+
+# format -> (exponent, significand bits) of its largest value, as formats._LARGEST
+E4M3_EMAX = tl.constexpr(8)
+E4M3_LIMIT = tl.constexpr(0x600000)
+E2M1_EMAX = tl.constexpr(2)
+E2M1_LIMIT = tl.constexpr(0x400000)
+NVFP4_EMAX = tl.constexpr(11)
+NVFP4_LIMIT = tl.constexpr(0x280000)
+
+
+# ------------------------------------------------------------------------------------------------- bits and scales
+
+
+@triton.jit
+def bits(x):
+    """FP32 -> its bits, int32."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def magnitude(x):
+    """FP32 -> bits of |x|. They order as the magnitudes do, with NaN above infinity, so that maxima keep a NaN."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def e8m0_exponent(amax, EMAX: tl.constexpr, LIMIT: tl.constexpr):
+    """Shared exponent (int32) of blocks whose largest magnitude has the bits ``amax``, rounded up."""
+    e = (amax >> 23) - 127 - EMAX + ((amax & 0x7FFFFF) > LIMIT).to(tl.int32)
+    return tl.where(amax >= INFINITY_BITS, 128, tl.maximum(e, -126))
+
+
+@triton.jit
+def pow2(e):
+    """2^e, FP32, e clamped to [-126, 127]; +-128, the exponent of NaN, gives NaN."""
+    value = (tl.minimum(tl.maximum(e, -126), 127) + 127) << 23
+    return tl.where((e == 128) | (e == -128), NAN_BITS, value).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def ceil_log2(x):
+    """ceil(log2 x) of non-negative FP32 numbers, int32, at least -126."""
+    b = bits(x)
+    return tl.maximum(((b >> 23) & 255) - 127 + ((b & 0x7FFFFF) != 0).to(tl.int32), -126)
+
+
+@triton.jit
+def exp2_exact(x):
+    """2^x of FP32 numbers rounded to FP32, through FP64, as reference.exponentials.exp2."""
+    return tl.exp(x.to(tl.float64) * 0.6931471805599453).to(tl.float32)
+
+
+# ------------------------------------------------------------------------------------------------- element formats
+
+
+@triton.jit
+def encode_e4m3(y, HARDWARE: tl.constexpr):
+    """FP32 -> E4M3 codes (uint8), nearest even, saturating; NaN (and infinity in the bit version) -> 0x7F.
+
+    ``HARDWARE`` takes the chip's conversion, which saturates an infinity: no caller makes one, since a block with an
+    infinity is scaled by NaN.
+    """
+    if HARDWARE:
+        return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    a = magnitude(y)
+    normal = ((a + 0x7FFFF + ((a >> 20) & 1)) >> 20) - 960
+    # Below 2^-6 codes count units of 2^-9, which are the last bits of a sum with 2^14.
+    small = bits(a.to(tl.float32, bitcast=True) + 16384.0) & 15
+    code = tl.where(a < 0x3C800000, small, tl.minimum(normal, 0x7E))
+    code = tl.where(a >= INFINITY_BITS, 0x7F, code | ((bits(y) >> 24) & 0x80))
+    return code.to(tl.uint8)
+
+
+@triton.jit
+def decode_e4m3(codes, HARDWARE: tl.constexpr):
+    """E4M3 codes (uint8) -> FP32, by the chip's conversion or from the bits."""
+    if HARDWARE:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    c = codes.to(tl.int32)
+    a = c & 0x7F
+    normal = ((a << 20) + 0x3C000000).to(tl.float32, bitcast=True)
+    small = a.to(tl.float32) * 0.001953125
+    value = tl.where(a < 8, small, normal)
+    value = tl.where(a == 0x7F, NAN_BITS, bits(value)) | ((c & 0x80) << 24)
+    return value.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode_e2m1(y):
+    """FP32 -> E2M1 codes 0..15 (int32), nearest even, saturating at 6, the sign of zero kept."""
+    a = magnitude(y)
+    normal = ((a + 0x1FFFFF + ((a >> 22) & 1)) >> 22) - 252
+    small = bits(a.to(tl.float32, bitcast=True) + 4194304.0) & 3  # units of 1/2
+    code = tl.where(a < 0x3F800000, small, tl.minimum(normal, 7))
+    return code | ((bits(y) >> 28) & 8)
+
+
+@triton.jit
+def decode_e2m1(codes):
+    """E2M1 codes 0..15 (int32) -> FP32; zeros lose no sign."""
+    a = codes & 7
+    normal = ((a << 22) + 0x3F000000).to(tl.float32, bitcast=True)
+    value = tl.where(a < 2, a.to(tl.float32) * 0.5, normal)
+    return (bits(value) | ((codes & 8) << 28)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def nvfp4(x, amax):
+    """E2M1 codes (int32) of x and the UE4M3 scale codes (uint8) of its groups.
+
+    amax: bits of each group's largest magnitude, broadcastable to x. The quotients are IEEE divisions, as the twin's.
+    """
+    raw = tl.div_rn(amax.to(tl.float32, bitcast=True), tl.full(amax.shape, 6.0, tl.float32))
+    raw = tl.where(amax >= INFINITY_BITS, NAN_BITS, bits(raw)).to(tl.float32, bitcast=True)
+    scale_code = encode_e4m3(raw, COMPILED)
+    scale = decode_e4m3(scale_code, COMPILED)
+    bad = scale_code == 0x7F
+    zero = (scale_code == 0) | bad
+    safe = tl.where(zero, 1.0, scale)
+    x, safe = tl.broadcast(x, safe)
+    codes = encode_e2m1(tl.div_rn(x, safe))
+    return tl.where(tl.broadcast_to(zero, codes.shape), 0, codes), scale_code
+
+
+@triton.jit
+def round_to(x, KIND: tl.constexpr):
+    """FP32 -> BF16 or FP16, nearest even. Triton's interpreter truncates to BF16, hence the bits."""
+    if COMPILED:
+        return x.to(KIND)
+    if tl.float16 == KIND:
+        return x.to(KIND)
+    b = bits(x)
+    b = tl.where(magnitude(x) > INFINITY_BITS, b | 0x400000, b + 0x7FFF + ((b >> 16) & 1))
+    return (b >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+# ------------------------------------------------------------------------------------------------- tiles
+
+
+@triton.jit
+def _add(a, b):
+    return a + b
+
+
+@triton.jit
+def keep(x):
+    """x itself. Keeps the compiler from repeating everything before it once per layout that is wanted after it.
+
+    An FP32 sum over an axis of length one: nothing is computed, and a sum is what Triton never recomputes.
+    """
+    if COMPILED:
+        return tl.reduce(tl.reshape(x, (x.shape[0], x.shape[1], 1)), 2, _add)
+    else:
+        return x
+
+
+@triton.jit
+def _butterfly_chunk(x, R: tl.constexpr, W: tl.constexpr):
+    for k in tl.static_range(0, 10):
+        if (1 << k) < W:
+            y = tl.permute(tl.reshape(x, (R, W // (2 << k), 2, 1 << k)), (0, 1, 3, 2))
+            a, b = tl.split(y)
+            x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (R, W))
+    return x
+
+
+@triton.jit
+def hadamard(x0, x1, x2, x3, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
+    """formats.hadamard of a tile in chunks [R, W]: the same additions in the same order."""
+    x0 = _butterfly_chunk(x0, R, W)
+    x1 = _butterfly_chunk(x1, R, W)
+    x0, x1 = x0 + x1, x0 - x1
+    if D > 2 * W:
+        x2 = _butterfly_chunk(x2, R, W)
+        x3 = _butterfly_chunk(x3, R, W)
+        x2, x3 = x2 + x3, x2 - x3
+        x0, x2 = x0 + x2, x0 - x2
+        x1, x3 = x1 + x3, x1 - x3
+    # FP32(1 / sqrt(D)), the factor of the twin
+    scale: tl.constexpr = 1.0 / D**0.5
+    x0, x1 = keep(x0 * scale), keep(x1 * scale)
+    if D > 2 * W:
+        x2, x3 = keep(x2 * scale), keep(x3 * scale)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _halve(x, R: tl.constexpr, W: tl.constexpr):
+    # first and second half of the columns
+    return tl.split(tl.permute(tl.reshape(x, (R, 2, W // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def tree_sum(x0, x1, x2, x3, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
+    """formats.tree_sum over D of a tile in chunks [R, W] -> [R]: halves added to halves, an odd rest left to right."""
+    if D == 3 * W:
+        for k in tl.static_range(0, 10):
+            if (W >> k) > 1:
+                a0, a1 = _halve(x0, R, W >> k)
+                b0, b1 = _halve(x1, R, W >> k)
+                c0, c1 = _halve(x2, R, W >> k)
+                x0, x1, x2 = a0 + b1, a1 + c0, b0 + c1
+        return tl.reshape(x0 + x1 + x2, (R,))
+    else:
+        x = x0 + x1 if D == 2 * W else (x0 + x2) + (x1 + x3)
+        for k in tl.static_range(0, 10):
+            if (W >> k) > 1:
+                x = tl.reduce(tl.reshape(x, (R, 2, W >> (k + 1))), 1, _add)
+        return tl.reshape(x, (R,))
+
+
+@triton.jit
+def tile_amax(x0, x1, x2, x3, R: tl.constexpr):
+    """Bits of the largest magnitude of each row of a tile, int32 [R]."""
+    m = tl.maximum(_larger(x0, x1), _larger(x2, x3), propagate_nan=tl.PropagateNan.ALL)
+    return tl.max(magnitude(m), 1)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def over_blocks(m, R: tl.constexpr, BLOCK: tl.constexpr):
+    """Maximum of every BLOCK consecutive entries of m [R], for each of them: int32 [R]."""
+    top = tl.max(tl.reshape(m, (R // BLOCK, BLOCK)), 1)
+    return tl.reshape(tl.broadcast_to(top[:, None], (R // BLOCK, BLOCK)), (R,))
+
+
+@triton.jit
+def column_token(position, ORDER: tl.constexpr):
+    """Token within 32 that ``payloads.COLUMN_ORDERS`` stores at a position. ORDER: 0 natural, 1 mma, 2 pairs."""
+    if ORDER == 1:
+        half, r = position & 16, position & 15
+        return half + 2 * (r // 4) + (r & 1) + 8 * ((r >> 1) & 1)
+    elif ORDER == 2:
+        half, r = position & 16, position & 15
+        return half + r // 2 + 8 * (r & 1)
+    else:
+        return position

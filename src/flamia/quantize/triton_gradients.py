@@ -1,0 +1,458 @@
+"""One launch for the output gradient: payloads, delta, norms, the backward's constants, a cleared accumulator.
+
+Twins: ``reference.backend.run_backward`` up to the backend's call, ``reference.backward.prescale`` and the constants of
+``reference.folded._ChunkBackward``. A program owns 256 tokens of one document and head, the group that shares C in the
+folded backward, and walks over it in steps; what depends on the whole group is finished after the last step.
+"""
+
+# Kernels take pointers and tiles, which have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flamia.documents import Documents, column_capacity
+from flamia.plan import Plan
+from flamia.quantize.payloads import E4M3Payload, NVFP4Columns, NVFP4Rows, Payload, backward_specs
+from flamia.quantize.triton_formats import (
+    COMPILED,
+    E4M3_EMAX,
+    E4M3_LIMIT,
+    EXACT,
+    NVFP4_EMAX,
+    NVFP4_LIMIT,
+    bits,
+    ceil_log2,
+    column_token,
+    decode_e2m1,
+    decode_e4m3,
+    e8m0_exponent,
+    encode_e4m3,
+    exp2_exact,
+    magnitude,
+    nvfp4,
+    over_blocks,
+    pow2,
+    tile_amax,
+    tree_sum,
+)
+from flamia.quantize.triton_lists import owner_of
+from flamia.quantize.triton_operands import (
+    ORDERS,
+    check_tensor,
+    chunk_width,
+    load_chunks,
+    nvfp4_column_chunk,
+    pack_rows,
+)
+from flamia.reference.backward import ACCUMULATOR_TARGET, lost_weight
+from flamia.worklists import UNBOUNDED, WorkLists
+
+_STEP = 32  # rows per step of a program
+_WARPS = 4
+_SCAN = 1024
+
+
+@dataclass
+class Gradients:
+    """What the attention backward reads about do. N query heads, T queries, C column capacity.
+
+    Attributes:
+        payloads: of do (folded: of do 2^(M - lse)), by name.
+        delta: FP32 [N, T], do . o of the quantized do in do's units, minus dlse.
+        norm: FP32 [N, T], ||do||_1.
+        maxima: FP32 [2, N, documents], the largest norm and |dlse| of each document.
+        prescale: int32 [N, T], exponent of the accumulator's causal scale; empty for the sequence scale, which follows
+            from the maxima.
+        accumulator: zeros [N, C, D] in the dtype of the dQ sums, laid out as column payloads lay out tokens.
+        addend: folded, FP32 [N, T]: e_T - C + 8 - M, the addend of the exponent (exact operands: -M); -inf in dead
+            rows, those whose T and delta are zero. Where only T is zero, C stands for e_T here and below.
+        unit: folded, int32 [N, T]: C - 8 + e_Q, 0 in dead rows.
+        b: folded, FP32 [N, T]: delta 2^(C - 8 - e_T + M - lse + e_Q), 0 in dead rows.
+        power: folded with exact operands, int32 [N, T]: e_T - C + 8, to apply outside of the exponential.
+    """
+
+    payloads: dict[str, Payload]
+    delta: Tensor
+    norm: Tensor
+    maxima: Tensor
+    prescale: Tensor
+    accumulator: Tensor
+    addend: Tensor
+    unit: Tensor
+    b: Tensor
+    power: Tensor
+
+
+@triton.jit
+def _eight(x, o, scale, back, rows_ptr, row_mask, columns_ptr, column_mask, WITH_COLUMNS: tl.constexpr):
+    """Store one chunk's E4M3 codes; returns the products of its dequantized values with o."""
+    codes = encode_e4m3(x * scale, COMPILED)
+    tl.store(rows_ptr, codes, row_mask)
+    if WITH_COLUMNS:
+        tl.store(columns_ptr, tl.trans(codes), column_mask)
+    return decode_e4m3(codes, COMPILED) * back * o
+
+
+@triton.jit
+def _four(x, o, scale, back, rows_ptr, scales_ptr, row_mask, R: tl.constexpr, W: tl.constexpr):
+    """Store one chunk's NVFP4 codes with the second level of its rows; returns the products with o."""
+    groups = tl.reshape(x * scale, (R, W // 16, 16))
+    codes, scale_codes = nvfp4(groups, tl.max(magnitude(groups), 2)[:, :, None])
+    tl.store(rows_ptr, pack_rows(tl.reshape(codes, (R, W)), R, W), row_mask)
+    tl.store(scales_ptr, tl.reshape(scale_codes, (R, W // 16)), row_mask)
+    values = decode_e2m1(codes) * tl.broadcast_to(decode_e4m3(scale_codes, COMPILED), codes.shape)
+    return tl.reshape(values, (R, W)) * back * o
+
+
+@triton.jit(
+    do_not_specialize=["total", "total_k", "capacity_blocks", "documents", "right", "lost_base", "lost_slope"],
+    do_not_specialize_on_alignment=["maxima_ptr", "document_max_ptr", "cu_q_ptr", "cu_k_ptr"],
+)
+def _gradient_kernel(
+    do_ptr, do_token, do_head, o_ptr, o_token, o_head, lse2_ptr, row_max_ptr, dlse_ptr, q_exponents_ptr, groups_ptr,
+    codes_ptr, scales_ptr, exponents_ptr, columns_ptr, column_scales_ptr, document_exponents_ptr, document_max_ptr,
+    delta_ptr, norm_ptr, maxima_ptr, prescale_ptr, accumulator_ptr, addend_ptr, unit_ptr, b_ptr, power_ptr,
+    cu_q_ptr, cu_k_ptr, k_running_ptr, v_running_ptr, total, total_k, capacity_blocks, documents, right, lost_base,
+    lost_slope, HEADS: tl.constexpr, RATIO: tl.constexpr, D: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+    FOLDED: tl.constexpr, PER_TOKEN: tl.constexpr, FOUR: tl.constexpr, WITH_COLUMNS: tl.constexpr,
+    ORDER: tl.constexpr, DLSE: tl.constexpr, CAUSAL: tl.constexpr, OUTSIDE: tl.constexpr, CLEAR: tl.constexpr,
+    TARGET: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0) % HEADS
+    group = groups_ptr + (tl.program_id(0) // HEADS) * 6
+    first, valid, rows = tl.load(group), tl.load(group + 1), tl.load(group + 2)
+    document, column, width = tl.load(group + 3), tl.load(group + 4), tl.load(group + 5)
+    capacity = capacity_blocks.to(tl.int64) * 32
+    r = tl.arange(0, R)
+    d = tl.arange(0, W)
+    channel = (head * D + d).to(tl.int64)[:, None]
+    table = head.to(tl.int64) * total + first
+    exists = document >= 0
+    if FOUR:
+        document_top = tl.load(document_max_ptr + head * documents + document, exists, 0)
+        document_e = e8m0_exponent(document_top, NVFP4_EMAX, NVFP4_LIMIT)
+        document_scale = pow2(-document_e)
+    if CAUSAL:
+        query0 = first - tl.load(cu_q_ptr + document, exists, 0)
+        length_q = tl.load(cu_q_ptr + document + 1, exists, 0) - tl.load(cu_q_ptr + document, exists, 0)
+        key0 = tl.load(cu_k_ptr + document, exists, 0)
+        length_k = tl.load(cu_k_ptr + document + 1, exists, 0) - key0
+    norm_top = tl.zeros((R,), tl.int32)
+    dlse_top = tl.zeros((R,), tl.int32)
+    e_top = tl.full((R,), -1000, tl.int32)
+
+    for step in range(0, width, R):
+        position = step + r // 32 * 32 + column_token(r % 32, ORDER)
+        token = first + position
+        inside = position < valid
+        written = position < rows
+        loads, row_mask = inside[:, None], written[:, None]
+        d_row = d[None, :]
+        x0, x1, x2, x3 = load_chunks(
+            do_ptr + head.to(tl.int64) * do_head + token.to(tl.int64)[:, None] * do_token + d_row, loads, R, W, D
+        )
+        o0, o1, o2, o3 = load_chunks(
+            o_ptr + head.to(tl.int64) * o_head + token.to(tl.int64)[:, None] * o_token + d_row, loads, R, W, D
+        )
+        norm = tree_sum(tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3), R, W, D)
+        tl.store(norm_ptr + table + position, norm, written)
+        norm_top = tl.maximum(norm_top, bits(norm))
+        if FOLDED or DLSE:
+            lse2 = tl.load(lse2_ptr + table + position, inside, float("-inf"))
+            unseen = lse2 == float("-inf")
+        if FOLDED:
+            reference = tl.load(row_max_ptr + table + position, inside, 0.0)
+            ratio = tl.where(unseen, 0.0, exp2_exact(reference - lse2))
+            x0, x1 = x0 * ratio[:, None], x1 * ratio[:, None]
+            x2, x3 = x2 * ratio[:, None], x3 * ratio[:, None]
+        amax = tile_amax(x0, x1, x2, x3, R)
+
+        row = token.to(tl.int64)[:, None] * (HEADS * D) + head * D
+        place = column + step
+        column_mask = (step + r < width)[None, :]
+        if FOUR:
+            e = e8m0_exponent(amax, NVFP4_EMAX, NVFP4_LIMIT)
+            tl.store(exponents_ptr + table + position, (e + 127).to(tl.uint8), written)
+            scale, back = pow2(-e)[:, None], pow2(e)[:, None]
+            half = codes_ptr + row // 2 + tl.arange(0, W // 2)[None, :]
+            scales = scales_ptr + row // 16 + tl.arange(0, W // 16)[None, :]
+            p0 = _four(x0, o0, scale, back, half, scales, row_mask, R, W)
+            p1 = _four(x1, o1, scale, back, half + W // 2, scales + W // 16, row_mask, R, W)
+            p2, p3 = x2, x3
+            if D > 2 * W:
+                p2 = _four(x2, o2, scale, back, half + W, scales + W // 8, row_mask, R, W)
+            if D > 3 * W:
+                p3 = _four(x3, o3, scale, back, half + 3 * W // 2, scales + 3 * W // 16, row_mask, R, W)
+            half = columns_ptr + channel * (capacity // 2) + place // 2 + tl.arange(0, R // 2)[None, :]
+            scales = column_scales_ptr + channel * (capacity // 16) + place // 16 + tl.arange(0, R // 16)[None, :]
+            mask = (step + 32 * tl.arange(0, R // 32) < width)[None, :]
+            nvfp4_column_chunk(x0 * document_scale, half, scales, mask, R, W)
+            half += W * (capacity // 2)
+            scales += W * (capacity // 16)
+            nvfp4_column_chunk(x1 * document_scale, half, scales, mask, R, W)
+            if D > 2 * W:
+                half += W * (capacity // 2)
+                scales += W * (capacity // 16)
+                nvfp4_column_chunk(x2 * document_scale, half, scales, mask, R, W)
+            if D > 3 * W:
+                half += W * (capacity // 2)
+                scales += W * (capacity // 16)
+                nvfp4_column_chunk(x3 * document_scale, half, scales, mask, R, W)
+        else:
+            shared = amax if PER_TOKEN else over_blocks(amax, R, 32)
+            e = e8m0_exponent(shared, E4M3_EMAX, E4M3_LIMIT)
+            tl.store(exponents_ptr + table + position, tl.where(inside, e + 127, 0).to(tl.uint8), written)
+            scale, back = pow2(-e)[:, None], pow2(e)[:, None]
+            out = codes_ptr + row + d_row
+            columns = columns_ptr + channel * capacity + place + r[None, :]
+            p0 = _eight(x0, o0, scale, back, out, row_mask, columns, column_mask, WITH_COLUMNS)
+            columns += W * capacity
+            p1 = _eight(x1, o1, scale, back, out + W, row_mask, columns, column_mask, WITH_COLUMNS)
+            p2, p3 = x2, x3
+            if D > 2 * W:
+                columns += W * capacity
+                p2 = _eight(x2, o2, scale, back, out + 2 * W, row_mask, columns, column_mask, WITH_COLUMNS)
+            if D > 3 * W:
+                columns += W * capacity
+                p3 = _eight(x3, o3, scale, back, out + 3 * W, row_mask, columns, column_mask, WITH_COLUMNS)
+
+        delta = tree_sum(p0, p1, p2, p3, R, W, D)
+        if FOLDED:
+            delta = delta * tl.where(unseen, 0.0, exp2_exact(lse2 - reference))
+        loss = tl.zeros((R,), tl.float32)
+        if DLSE:
+            # lse is the constant -inf where a row sees no key: whatever gradient arrives there is dropped.
+            loss = tl.where(unseen, 0.0, tl.load(dlse_ptr + table + position, inside, 0.0))
+            delta = delta - loss
+            dlse_top = tl.maximum(dlse_top, magnitude(loss))
+        tl.store(delta_ptr + table + position, delta, written)
+        if FOLDED:
+            # A token's codes are all zeros only if its largest element is: that one rounds up from 2^-10.
+            largest = amax.to(tl.float32, bitcast=True) * pow2(-e)
+            nonzero = inside & ((largest > 0.0009765625) | (largest != largest))
+            e = tl.where(nonzero, e, -1000)
+            e_top = tl.maximum(e_top, e)
+            tl.store(unit_ptr + table + position, e, written)
+            tl.store(b_ptr + table + position, delta * ratio, written)
+        if CAUSAL:
+            last = tl.maximum(tl.minimum(length_k - 1, query0 + position + (length_k - length_q) + right), 0)
+            source = (head // RATIO).to(tl.int64) * total_k + key0 + last
+            known = inside & (last < length_k)
+            v_top = tl.load(v_running_ptr + source, known, 0.0)
+            k_top = tl.load(k_running_ptr + source, known, 0.0)
+            weight = lost_base + (last + 1).to(tl.float32) * lost_slope
+            p = TARGET - ceil_log2((norm * v_top * weight + tl.abs(loss) * weight) * k_top)
+            tl.store(prescale_ptr + table + position, tl.minimum(tl.maximum(p, -126), 126), written)
+        if CLEAR:
+            zero = tl.zeros((R, W), accumulator_ptr.dtype.element_ty)
+            spot = accumulator_ptr + (head * capacity + place + r)[:, None] * D + d_row
+            wide = (step + r < width)[:, None]
+            tl.store(spot, zero, wide)
+            tl.store(spot + W, zero, wide)
+            if D > 2 * W:
+                tl.store(spot + 2 * W, zero, wide)
+            if D > 3 * W:
+                tl.store(spot + 3 * W, zero, wide)
+
+    # The document's first group writes its exponent (an empty document has none and keeps the zeros').
+    if FOUR:  # noqa: SIM102 (compile time and run time)
+        if exists & (first == tl.load(cu_q_ptr + document, exists, -1)):
+            tl.store(document_exponents_ptr + head * documents + document, (document_e + 127).to(tl.uint8))
+    if exists:
+        tl.atomic_max(maxima_ptr + head * documents + document, tl.max(norm_top, 0), sem="relaxed")
+        if DLSE:
+            tl.atomic_max(maxima_ptr + (HEADS + head) * documents + document, tl.max(dlse_top, 0), sem="relaxed")
+    if FOLDED:
+        tl.debug_barrier()  # what other threads of this program stored above is read below
+        top = tl.max(e_top, 0)
+        c = tl.where(top == -1000, 0, top)
+        for step in range(0, rows, 64):
+            position = step + tl.arange(0, 64)
+            mask = position < rows
+            e = tl.load(unit_ptr + table + position, mask, -1000)
+            delta = tl.load(delta_ptr + table + position, mask, 0.0)
+            product = tl.load(b_ptr + table + position, mask, 0.0)
+            reference = tl.load(row_max_ptr + table + position, mask & (position < valid), 0.0)
+            e_q = tl.load(q_exponents_ptr + table + position, mask, 0).to(tl.int32) - 127
+            live = (e != -1000) | (delta != 0.0)
+            e = tl.where(e == -1000, c, e)
+            unit = c - 8 + e_q
+            shift = tl.where(live, e - c, 0) + 8
+            addend = -reference if OUTSIDE else shift.to(tl.float32) - reference
+            tl.store(addend_ptr + table + position, tl.where(live, addend, float("-inf")), mask)
+            # Through FP64: the power may pass FP32's range where T varies by more than 2^120.
+            power = ((unit - e + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+            b = (product.to(tl.float64) * power).to(tl.float32)
+            tl.store(b_ptr + table + position, tl.where(live, b, 0.0), mask)
+            tl.store(unit_ptr + table + position, tl.where(live, unit, 0), mask)
+            if OUTSIDE:
+                tl.store(power_ptr + table + position, shift, mask)
+
+
+@triton.jit(do_not_specialize=["documents"], do_not_specialize_on_alignment=["maxima_ptr"])
+def _document_maxima_kernel(
+    x_ptr, token_stride, head_stride, groups_ptr, maxima_ptr, documents,
+    HEADS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """max |x| of each document and head, as bits: the second level of NVFP4 columns, known before any code is."""
+    head = tl.program_id(0) % HEADS
+    group = groups_ptr + (tl.program_id(0) // HEADS) * 6
+    first, valid, document = tl.load(group), tl.load(group + 1), tl.load(group + 3)
+    r, d = tl.arange(0, R), tl.arange(0, W)
+    top = tl.zeros((R,), tl.int32)
+    for step in range(0, valid, R):
+        token = first + step + r
+        pointer = x_ptr + head.to(tl.int64) * head_stride + token.to(tl.int64)[:, None] * token_stride + d[None, :]
+        x0, x1, x2, x3 = load_chunks(pointer, (step + r < valid)[:, None], R, W, D)
+        top = tl.maximum(top, tile_amax(x0, x1, x2, x3, R))
+    if document >= 0:
+        tl.atomic_max(maxima_ptr + head * documents + document, tl.max(top, 0), sem="relaxed")
+
+
+@triton.jit
+def _largest(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=["total", "documents", "steps"], do_not_specialize_on_alignment=["cu_ptr"])
+def _running_kernel(cu_ptr, k_ptr, v_ptr, k_out_ptr, v_out_ptr, total, documents, steps, BLOCK: tl.constexpr):
+    """Running maxima of both tables [heads, T] from each document's start (paper A.4, the causal scale)."""
+    offset = tl.program_id(0).to(tl.int64) * total
+    source = (k_ptr if tl.program_id(1) == 0 else v_ptr) + offset
+    out = (k_out_ptr if tl.program_id(1) == 0 else v_out_ptr) + offset
+    carry = tl.zeros((), tl.int64)
+    for first in range(0, total, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        mask = token < total
+        # Later documents have larger keys, so a plain running maximum starts anew with each of them.
+        document = owner_of(cu_ptr, token, documents, steps).to(tl.int64)
+        value = magnitude(tl.load(source + token, mask, 0.0)).to(tl.int64)
+        keys = tl.maximum(tl.associative_scan((document << 32) | value, 0, _largest), carry)
+        tl.store(out + token, (keys & 0x7FFFFFFF).to(tl.int32).to(tl.float32, bitcast=True), mask)
+        carry = tl.max(keys, 0)
+
+
+def lost_line(plan: Plan) -> tuple[float, float]:
+    """``reference.backward.lost_weight`` as base and slope over the number of keys, both exact in FP32."""
+    base, one = lost_weight(plan, torch.tensor([0.0, 1.0])).tolist()
+    return base, one - base
+
+
+def running_maxima(documents: Documents, k_amax: Tensor, v_amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Running maxima over the keys of each document of two tables FP32 [kv heads, Tk], in one launch."""
+    k_out, v_out = torch.empty_like(k_amax), torch.empty_like(v_amax)
+    heads, total = k_amax.shape
+    count = documents.count
+    if heads and total:
+        _running_kernel[(heads, 2)](
+            documents.cu_seqlens_k, k_amax, v_amax, k_out, v_out, total, count, count.bit_length(), _SCAN, num_warps=8
+        )
+    return k_out, v_out
+
+
+def quantize_gradient(
+    plan: Plan,
+    do: Tensor,
+    o: Tensor,
+    dlse: Tensor | None,
+    lse2: Tensor,
+    row_max: Tensor,
+    documents: Documents,
+    lists: WorkLists,
+    *,
+    q_exponents: Tensor | None = None,
+    k_amax: Tensor | None = None,
+    v_amax: Tensor | None = None,
+    columns: bool = False,
+) -> Gradients:
+    """Everything the backward needs to know about do.
+
+    One launch, after one that clears 8 bytes per document and head. Two more cases take a launch beforehand: the causal
+    scale (running maxima of k_amax and v_amax) and NVFP4 columns (the document's maximum, their second level).
+
+    Args:
+        do, o: BF16 or FP16 [T, N, D], contiguous along D. o is the output without v_offset.
+        dlse: FP32 [N, T] or None. lse2, row_max: of the forward, FP32 [N, T].
+        lists: of these documents.
+        q_exponents: UE8M0 [N, T] of q's E4M3 payload, for the folded variant.
+        k_amax, v_amax: FP32 [kv heads, Tk], for the causal scale.
+        columns: write the transposed E4M3 codes too.
+
+    Raises:
+        ValueError: an input or a recipe that the device quantizers do not make.
+    """
+    check_tensor("do", do)
+    check_tensor("o", o)
+    recipe = plan.recipe
+    if recipe.is_ablation:
+        raise ValueError("ablations of the scales are not made by the device quantizers: use the reference backend")
+    total, heads, dim = do.shape
+    count, folded, four = documents.count, recipe.variant == "folded", recipe.format == "fp4"
+    capacity = column_capacity(total, count)
+    fp16, causal = recipe.accumulator == "fp16", recipe.accumulator_scale == "causal" and recipe.accumulator == "fp16"
+
+    def new(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return do.new_empty(shape, dtype=dtype)
+
+    def table(wanted: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:
+        return new(heads, total, dtype=dtype) if wanted else new(0, dtype=dtype)
+
+    names = {spec.kind: spec.name for spec in backward_specs(recipe, columns)}
+    zeros = torch.zeros(3 if four else 2, heads, count, dtype=torch.float32, device=do.device)
+    if four:
+        rows = NVFP4Rows(new(total, heads, dim // 2), new(total, heads, dim // 16), new(heads, total))
+        cols = NVFP4Columns(new(heads, dim, capacity // 2), new(heads, dim, capacity // 16), new(heads, count))
+        # The exponent of documents without queries, which no program writes.
+        cols.exponents.fill_(1)
+        made: dict[str, Payload] = {names[NVFP4Rows]: rows, names[NVFP4Columns]: cols}
+        outputs = (rows.codes, rows.scales, rows.exponents, cols.codes, cols.scales, cols.exponents)
+    else:
+        eight = E4M3Payload(new(total, heads, dim), new(heads, total), new(heads, dim, capacity) if columns else new(0))
+        made = {names[E4M3Payload]: eight}
+        outputs = (eight.codes, eight.codes, eight.exponents, eight.columns, eight.codes, eight.exponents)
+    result = Gradients(
+        payloads=made,
+        delta=table(),
+        norm=table(),
+        maxima=zeros[:2],
+        prescale=table(causal, torch.int32),
+        accumulator=new(heads, capacity, dim, dtype=torch.float16 if fp16 else torch.float32),
+        addend=table(folded),
+        unit=table(folded, torch.int32),
+        b=table(folded),
+        power=table(folded and bool(recipe.exact_operands), torch.int32),
+    )
+    if folded and q_exponents is None:
+        raise ValueError("q_exponents is None: the folded variant needs the exponents of q's E4M3 payload")
+    k_running = v_running = result.delta
+    if causal:
+        if k_amax is None or v_amax is None:
+            raise ValueError("k_amax or v_amax is None: accumulator_scale='causal' needs both")
+        k_running, v_running = running_maxima(documents, k_amax, v_amax)
+    groups = lists.q.groups
+    grid = (groups.shape[0] * heads,)
+    if grid[0] == 0:
+        return result
+    maxima = zeros.view(torch.int32)
+    common = dict(HEADS=heads, D=dim, W=chunk_width(dim), R=_STEP, num_warps=_WARPS if dim <= 128 else 2 * _WARPS)
+    if four:
+        _document_maxima_kernel[grid](do, do.stride(0), do.stride(1), groups, maxima[2], count, **common)
+    _gradient_kernel[grid](
+        do, do.stride(0), do.stride(1), o, o.stride(0), o.stride(1), lse2, row_max, lse2 if dlse is None else dlse,
+        q_exponents if q_exponents is not None else result.delta, groups, *outputs, maxima[2 if four else 0],
+        result.delta, result.norm, maxima, result.prescale, result.accumulator, result.addend, result.unit, result.b,
+        result.power, documents.cu_seqlens_q, documents.cu_seqlens_k, k_running, v_running, total, documents.total_k,
+        capacity // 32, count, UNBOUNDED if plan.right is None else plan.right, *lost_line(plan),
+        RATIO=plan.ratio, FOLDED=folded, PER_TOKEN=plan.per_token or folded, FOUR=four,
+        WITH_COLUMNS=columns and not four, ORDER=ORDERS["mma"] if columns and not four else 0, DLSE=dlse is not None,
+        CAUSAL=causal, OUTSIDE=bool(recipe.exact_operands), CLEAR=True, TARGET=ACCUMULATOR_TARGET[recipe.format],
+        **common, **EXACT,
+    )  # fmt: skip
+    return result

@@ -1,0 +1,242 @@
+"""``flamia.worklists`` on the device: two launches, a sort and a gather, no host read, any lengths of one capacity."""
+
+# Kernels take pointers and tiles, which have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flamia.documents import TOKEN_BLOCK, Documents, column_capacity
+from flamia.quantize.triton_formats import COMPILED
+from flamia.worklists import (
+    UNBOUNDED,
+    Tiling,
+    TokenTables,
+    WorkList,
+    WorkLists,
+    group_capacity,
+    item_capacity,
+)
+
+_SCAN = 2048  # documents per step of the running sums
+_FILL = 128 if COMPILED.value else 2048  # table rows per program
+
+
+@triton.jit(do_not_specialize=["documents"], do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr"])
+def _scan_kernel(
+    cu_q_ptr, cu_k_ptr, starts_ptr, columns_ptr, documents, FORWARD: tl.constexpr, BACKWARD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Running counts, int32 [6, documents + 1], one program each: blocks and groups of q, blocks and groups of k,
+    forward tiles, backward tiles; and the column starts of q and k [2, documents + 1]."""
+    table = tl.program_id(0)
+    cu_ptr = cu_q_ptr if (table == 0) | (table == 1) | (table == 4) else cu_k_ptr
+    unit = tl.where(table % 2 == 0, 32, 256)
+    unit = tl.where(table == 4, FORWARD, tl.where(table == 5, BACKWARD, unit))
+    lane = tl.arange(0, BLOCK)
+    out = starts_ptr + table * (documents + 1)
+    columns = columns_ptr + table // 2 * (documents + 1)
+    is_columns = (table == 0) | (table == 2)
+    before = tl.zeros((), tl.int32)
+    tl.store(out, 0)
+    tl.store(columns, 0, is_columns)
+    for first in range(0, documents, BLOCK):
+        document = first + lane
+        inside = document < documents
+        length = tl.load(cu_ptr + document + 1, inside, 0) - tl.load(cu_ptr + document, inside, 0)
+        units = (length + unit - 1) // unit
+        starts = tl.cumsum(units, 0) + before
+        tl.store(out + 1 + document, starts, inside)
+        if is_columns:
+            tl.store(columns + 1 + document, starts * 32, inside)
+        before += tl.sum(units, 0)
+
+
+@triton.jit
+def owner_of(starts_ptr, index, documents, steps):
+    """Document that holds each index: the last whose first unit is at most it, ``documents`` past the last unit.
+
+    starts_ptr: int32 [documents + 1], first unit of each document; steps: bits of ``documents``.
+    """
+    low = tl.zeros_like(index)
+    high = low + documents
+    for _ in range(steps):
+        middle = (low + high + 1) // 2
+        reached = tl.load(starts_ptr + middle) <= index
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, tl.maximum(middle - 1, low))
+    return low
+
+
+@triton.jit
+def _span(cu_ptr, document, documents):
+    # first token and length of a document; past the last: the end, and no length
+    first = tl.load(cu_ptr + document)
+    return first, tl.load(cu_ptr + tl.minimum(document + 1, documents)) - first
+
+
+@triton.jit
+def _fill_blocks(cu_ptr, starts_ptr, out_ptr, index, inside, total, documents, steps):
+    owner = owner_of(starts_ptr, index, documents, steps)
+    first, length = _span(cu_ptr, owner, documents)
+    offset = (index - tl.load(starts_ptr + owner)) * 32
+    real = owner < documents
+    valid = tl.minimum(tl.maximum(length - offset, 0), 32)
+    rows = tl.where(real, valid, tl.minimum(tl.maximum(total - first - offset, 0), 32))
+    out = out_ptr + index * 4
+    tl.store(out, tl.where(rows > 0, first + offset, 0), inside)
+    tl.store(out + 1, valid, inside)
+    tl.store(out + 2, rows, inside)
+    tl.store(out + 3, tl.where(real, owner, -1), inside)
+
+
+@triton.jit
+def _fill_groups(cu_ptr, blocks_ptr, starts_ptr, out_ptr, index, inside, total, capacity, documents, steps):
+    owner = owner_of(starts_ptr, index, documents, steps)
+    first, length = _span(cu_ptr, owner, documents)
+    offset = (index - tl.load(starts_ptr + owner)) * 256
+    column = tl.load(blocks_ptr + owner) * 32 + offset
+    real = owner < documents
+    valid = tl.minimum(tl.maximum(length - offset, 0), 256)
+    rows = tl.where(real, valid, tl.minimum(tl.maximum(total - first - offset, 0), 256))
+    width = tl.where(real, (valid + 31) // 32 * 32, tl.minimum(tl.maximum(capacity - column, 0), 256))
+    out = out_ptr + index * 6
+    tl.store(out, tl.where(rows > 0, first + offset, 0), inside)
+    tl.store(out + 1, valid, inside)
+    tl.store(out + 2, rows, inside)
+    tl.store(out + 3, tl.where(real, owner, -1), inside)
+    tl.store(out + 4, tl.where(width > 0, column, 0), inside)
+    tl.store(out + 5, width, inside)
+
+
+@triton.jit
+def _fill_items(
+    own_ptr, other_ptr, starts_ptr, items_ptr, keys_ptr, index, inside, documents, steps, before, after, limit,
+    shift_bits, prefix, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    owner = owner_of(starts_ptr, index, documents, steps)
+    _, length = _span(own_ptr, owner, documents)
+    _, seen = _span(other_ptr, owner, documents)
+    begin = (index - tl.load(starts_ptr + owner)) * TILE
+    size = tl.minimum(tl.maximum(length - begin, 0), TILE)
+    shift = seen - length
+    first = tl.maximum(begin + shift - before, 0)
+    last = tl.minimum(begin + size - 1 + shift + after, seen - 1)
+    cost = tl.where(last < first, 0, last // BLOCK - first // BLOCK + 1)
+    real = owner < documents
+    out = items_ptr + index * 4
+    tl.store(out, tl.where(real, owner, -1), inside)
+    tl.store(out + 1, tl.where(real, begin, 0), inside)
+    tl.store(out + 2, tl.where(real, size, 0), inside)
+    tl.store(out + 3, tl.where(real, cost, 0), inside)
+    # Ascending keys: list, decreasing cost, index. Unused items come after all others of their list.
+    rank = (prefix + tl.where(real, limit - cost, limit + 1)).to(keys_ptr.dtype.element_ty)
+    tl.store(keys_ptr + index, (rank << shift_bits) | index.to(keys_ptr.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["documents", "total_q", "total_k", "capacity_q", "capacity_k", "items_q", "items_k",
+                               "groups_q", "groups_k", "steps", "before", "after", "limit", "shift_bits"],
+            do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr"])  # fmt: skip
+def _fill_kernel(
+    cu_q_ptr, cu_k_ptr, starts_ptr, blocks_q_ptr, groups_q_ptr, blocks_k_ptr, groups_k_ptr, items_ptr, keys_ptr,
+    documents, total_q, total_k, capacity_q, capacity_k, groups_q, groups_k, items_q, items_k, steps, before, after,
+    limit, shift_bits, FORWARD: tl.constexpr, BACKWARD: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    table, pid = tl.program_id(1), tl.program_id(0)
+    index = pid * BLOCK + tl.arange(0, BLOCK)
+    row = documents + 1
+    if table == 0:
+        if pid * BLOCK < capacity_q // 32:
+            _fill_blocks(cu_q_ptr, starts_ptr, blocks_q_ptr, index, index < capacity_q // 32, total_q, documents, steps)
+    elif table == 1:
+        if pid * BLOCK < groups_q:
+            starts = starts_ptr + row
+            inside = index < groups_q
+            _fill_groups(
+                cu_q_ptr, starts_ptr, starts, groups_q_ptr, index, inside, total_q, capacity_q, documents, steps
+            )
+    elif table == 2:
+        if pid * BLOCK < capacity_k // 32:
+            starts = starts_ptr + 2 * row
+            _fill_blocks(cu_k_ptr, starts, blocks_k_ptr, index, index < capacity_k // 32, total_k, documents, steps)
+    elif table == 3:
+        if pid * BLOCK < groups_k:
+            blocks = starts_ptr + 2 * row
+            starts = starts_ptr + 3 * row
+            inside = index < groups_k
+            _fill_groups(cu_k_ptr, blocks, starts, groups_k_ptr, index, inside, total_k, capacity_k, documents, steps)
+    elif table == 4:
+        if pid * BLOCK < items_q:
+            starts = starts_ptr + 4 * row
+            _fill_items(
+                cu_q_ptr, cu_k_ptr, starts, items_ptr, keys_ptr, index, index < items_q, documents, steps,
+                before, after, limit, shift_bits, 0, FORWARD, KEYS,
+            )  # fmt: skip
+    else:
+        if pid * BLOCK < items_k:
+            starts = starts_ptr + 5 * row
+            _fill_items(
+                cu_k_ptr, cu_q_ptr, starts, items_ptr + items_q * 4, keys_ptr + items_q, index, index < items_k,
+                documents, steps, after, before, limit, shift_bits, limit + 2, BACKWARD, QUERIES,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["items_q", "items_k", "shift_bits"])
+def _gather_kernel(keys_ptr, items_ptr, out_ptr, items_q, items_k, shift_bits, BLOCK: tl.constexpr):
+    position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = position < items_q + items_k
+    key = tl.load(keys_ptr + position, inside, 0)
+    mask = (tl.full((), 1, keys_ptr.dtype.element_ty) << shift_bits) - 1
+    source = (key & mask).to(tl.int32) + tl.where(position < items_q, 0, items_q)
+    field = tl.arange(0, 4)
+    values = tl.load(items_ptr + source[:, None] * 4 + field[None, :], inside[:, None], 0)
+    tl.store(out_ptr + position[:, None] * 4 + field[None, :], values, inside[:, None])
+
+
+def work_lists(documents: Documents, left: int | None, right: int | None, tiling: Tiling | None = None) -> WorkLists:
+    """``worklists.work_lists`` in three launches and torch's device sort. cu_seqlens: int32, contiguous."""
+    tiling = tiling or Tiling()
+    cu_q, cu_k = documents.cu_seqlens_q.contiguous(), documents.cu_seqlens_k.contiguous()
+    count, device = documents.count, cu_q.device
+    total_q, total_k = documents.total_q, documents.total_k
+    capacity_q, capacity_k = column_capacity(total_q, count), column_capacity(total_k, count)
+    groups_q, groups_k = group_capacity(total_q, count), group_capacity(total_k, count)
+    items_q, items_k = item_capacity(total_q, count, tiling.forward), item_capacity(total_k, count, tiling.backward)
+
+    def table(rows: int, columns: int) -> Tensor:
+        return torch.empty((rows, columns), dtype=torch.int32, device=device)
+
+    starts, columns = table(6, count + 1), table(2, count + 1)
+    blocks_q, blocks_k = table(capacity_q // TOKEN_BLOCK, 4), table(capacity_k // TOKEN_BLOCK, 4)
+    table_q, table_k = table(groups_q, 6), table(groups_k, 6)
+    unsorted, items = table(items_q + items_k, 4), table(items_q + items_k, 4)
+    limit = max(-(-total_k // tiling.keys), -(-total_q // tiling.queries))
+    shift_bits = max(items_q, items_k, 1).bit_length()
+    wide = (2 * limit + 4).bit_length() + shift_bits > 31
+    keys = torch.empty(items_q + items_k, dtype=torch.int64 if wide else torch.int32, device=device)
+
+    _scan_kernel[(6,)](cu_q, cu_k, starts, columns, count, tiling.forward, tiling.backward, _SCAN, num_warps=8)
+    longest = max(capacity_q // TOKEN_BLOCK, capacity_k // TOKEN_BLOCK, groups_q, groups_k, items_q, items_k)
+    if longest:
+        _fill_kernel[(triton.cdiv(longest, _FILL), 6)](
+            cu_q, cu_k, starts, blocks_q, table_q, blocks_k, table_k, unsorted, keys,
+            count, total_q, total_k, capacity_q, capacity_k, groups_q, groups_k, items_q, items_k,
+            count.bit_length(), UNBOUNDED if left is None else left, UNBOUNDED if right is None else right,
+            limit, shift_bits, tiling.forward, tiling.backward, tiling.keys, tiling.queries, _FILL, num_warps=4,
+        )  # fmt: skip
+    if items_q + items_k:
+        ordered = torch.sort(keys).values
+        _gather_kernel[(triton.cdiv(items_q + items_k, _FILL),)](
+            ordered, unsorted, items, items_q, items_k, shift_bits, _FILL, num_warps=4
+        )
+    return WorkLists(
+        TokenTables(blocks_q, table_q, columns[0]),
+        TokenTables(blocks_k, table_k, columns[1]),
+        WorkList(items[:items_q], starts[4, count:], tiling.forward),
+        WorkList(items[items_q:], starts[5, count:], tiling.backward),
+    )
