@@ -139,7 +139,15 @@ def scales():
         for byte in range(4):
             table[lane[row], col[row] * 4 + byte] = row // 32
             text[lane[row], col[row] * 4 + byte] = f"{row}.{byte}"
-    grid(ax, table, text, "scale-factor atom of 128 rows: row.k-block of each byte (repeated in lanes 32–127)", "byte of columns c … c+3", "lane", 6)
+    grid(
+        ax,
+        table,
+        text,
+        "scale-factor atom of 128 rows: row.k-block of each byte (repeated in lanes 32–127)",
+        "byte of columns c … c+3",
+        "lane",
+        6,
+    )
     save(fig, "scales")
 
 

@@ -9,8 +9,18 @@ from __future__ import annotations
 from .checks import ALL, NONE, Checks
 from .driver import Device, Report, SoftFunction
 from .errors import (
-    AsyncRace, BarrierMisuse, Deadlock, DescriptorError, Misaligned, MissingProxyFence, OutOfBounds, PTXSyntaxError,
-    SoftGPUError, TensorMemoryMisuse, UninitialisedRead, UnsupportedInstruction,
+    AsyncRace,
+    BarrierMisuse,
+    Deadlock,
+    DescriptorError,
+    Misaligned,
+    MissingProxyFence,
+    OutOfBounds,
+    PTXSyntaxError,
+    SoftGPUError,
+    TensorMemoryMisuse,
+    UninitialisedRead,
+    UnsupportedInstruction,
 )  # fmt: skip
 from .ptx import parse
 

@@ -30,6 +30,7 @@ from .translate import Program
 #: cudaLaunchAttributeClusterDimension; an attribute is 8 bytes of id and padding, then a 64-byte value
 _CLUSTER_ATTRIBUTE, _ATTRIBUTE_BYTES = 4, 72
 
+
 @dataclass
 class Report:
     """One finished launch: names, sizes, seconds, and warp-level executions per opcode."""
@@ -122,7 +123,15 @@ class Device:
                     unreached.append(i)
         total = len(program.kernel.instrs)
         report = Report(
-            program.kernel.name, tuple(grid), tuple(block), tuple(cluster), seconds, opcodes, total, total - len(unreached), unreached,
+            program.kernel.name,
+            tuple(grid),
+            tuple(block),
+            tuple(cluster),
+            seconds,
+            opcodes,
+            total,
+            total - len(unreached),
+            unreached,
             launch.notes,
         )
         self.reports.append(report)
@@ -220,7 +229,7 @@ class SoftFunction:
         try:
             self._run(config, name.decode(), parameters)
             return 0
-        except BaseException as e:  # noqa: BLE001 - an exception must not cross the C frame
+        except BaseException as e:
             self._error = e
             return 1
 

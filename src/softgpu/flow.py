@@ -64,8 +64,30 @@ def registers(operand: object) -> list[Reg]:
 
 
 _NO_DESTINATION = frozenset(
-    "st bra ret exit bar barrier fence membar red cp prefetch prefetchu griddepcontrol setmaxnreg nanosleep trap "
-    "brkpt stmatrix applypriority discard stackrestore pmevent".split()
+    [
+        "st",
+        "bra",
+        "ret",
+        "exit",
+        "bar",
+        "barrier",
+        "fence",
+        "membar",
+        "red",
+        "cp",
+        "prefetch",
+        "prefetchu",
+        "griddepcontrol",
+        "setmaxnreg",
+        "nanosleep",
+        "trap",
+        "brkpt",
+        "stmatrix",
+        "applypriority",
+        "discard",
+        "stackrestore",
+        "pmevent",
+    ]
 )
 
 
@@ -80,7 +102,7 @@ def destinations(instr: Instr) -> list[Reg]:
         return [r for o in ops if not isinstance(o, Mem) for r in registers(o)] if instr.parts[1] == "ld" else []
     if head == "clusterlaunchcontrol":
         return registers(ops[0]) if "query_cancel" in instr.parts else []
-    if head == "bar" and "red" in instr.parts or head == "barrier" and "red" in instr.parts:
+    if (head == "bar" and "red" in instr.parts) or (head == "barrier" and "red" in instr.parts):
         return registers(ops[0])
     if head in _NO_DESTINATION or not ops:
         return []

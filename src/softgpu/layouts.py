@@ -53,7 +53,9 @@ class MatrixDescriptor:
         if (bits >> 46) & 7 != 1:
             raise DescriptorError(f"matrix descriptor {bits:#018x}: bits 46 to 48 must be 0b001")
         if (bits >> 52) & 1:
-            raise DescriptorError(f"matrix descriptor {bits:#018x}: absolute leading-dimension addresses are not supported")
+            raise DescriptorError(
+                f"matrix descriptor {bits:#018x}: absolute leading-dimension addresses are not supported"
+            )
         field = (bits >> 61) & 7
         if field not in TCGEN05_SWIZZLE:
             raise DescriptorError(f"matrix descriptor {bits:#018x}: swizzle mode {field} is not supported")

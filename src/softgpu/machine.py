@@ -19,7 +19,13 @@ import numpy as np
 from .checks import ALL, Checks, deadlock_report
 from .errors import BarrierMisuse, Deadlock, SoftGPUError
 from .memory import (
-    OFFSET_MASK, RANK_SHIFT, RESERVED_SHARED, SHARED_BYTES, GlobalMemory, SharedMemory, TensorMemory,
+    OFFSET_MASK,
+    RANK_SHIFT,
+    RESERVED_SHARED,
+    SHARED_BYTES,
+    GlobalMemory,
+    SharedMemory,
+    TensorMemory,
 )  # fmt: skip
 from .translate import DTYPES, Program
 
@@ -31,7 +37,7 @@ _BLOCK, _EXIT = -1, -2
 class MBarrier:
     """An mbarrier object (PTX ISA 9.7.13.15): phase, pending and expected arrivals, pending bytes."""
 
-    __slots__ = ("cta", "offset", "expected", "pending", "tx", "phase", "waiters")
+    __slots__ = ("cta", "expected", "offset", "pending", "phase", "tx", "waiters")
 
     def __init__(self, cta: CTA, offset: int, expected: int):
         self.cta, self.offset, self.expected = cta, offset, expected
@@ -52,7 +58,9 @@ class MBarrier:
         """Add expected bytes (positive) or completed bytes (negative)."""
         self.tx += tx
         if abs(self.tx) > (1 << 20) - 1:
-            raise BarrierMisuse(f"mbarrier at {self.offset:#x}: the transaction count {self.tx} leaves its 20-bit range")
+            raise BarrierMisuse(
+                f"mbarrier at {self.offset:#x}: the transaction count {self.tx} leaves its 20-bit range"
+            )
         self.settle()
 
     def settle(self) -> None:
@@ -78,7 +86,7 @@ class MBarrier:
 class NamedBarrier:
     """One of the 16 barriers of a CTA (PTX ISA 9.7.13.1): threads arrived and expected in this generation."""
 
-    __slots__ = ("arrived", "expected", "generation", "waiters", "value")
+    __slots__ = ("arrived", "expected", "generation", "value", "waiters")
 
     def __init__(self):
         self.arrived, self.expected, self.generation = 0, 0, 0
@@ -87,7 +95,9 @@ class NamedBarrier:
 
     def arrive(self, threads: int, expected: int, ident: int) -> None:
         if self.arrived and expected != self.expected:
-            raise BarrierMisuse(f"barrier {ident}: {expected} threads expected here, {self.expected} by earlier arrivals")
+            raise BarrierMisuse(
+                f"barrier {ident}: {expected} threads expected here, {self.expected} by earlier arrivals"
+            )
         self.expected = expected
         self.arrived += threads
         if self.arrived > expected:
@@ -426,7 +436,9 @@ class CTA:
         cta = self.cluster.cta_of(address)
         found = cta.mbarriers.get(address & OFFSET_MASK)
         if found is None:
-            raise BarrierMisuse(f"no mbarrier was initialised at shared address {address:#x}; known: {[hex(a) for a in cta.mbarriers]}")
+            raise BarrierMisuse(
+                f"no mbarrier was initialised at shared address {address:#x}; known: {[hex(a) for a in cta.mbarriers]}"
+            )
         return found
 
     def unfinished(self) -> list[str]:
@@ -512,12 +524,16 @@ class Cluster:
             for gang in cta.gangs:
                 for thread, copies in gang.bulk_open.items():
                     if copies:
-                        self.launch.note(f"warp {gang.first_warp + thread // WARP} exits with bulk copies never committed")
+                        self.launch.note(
+                            f"warp {gang.first_warp + thread // WARP} exits with bulk copies never committed"
+                        )
                         for operation in copies:
                             self.submit(operation)
                 for thread, groups in gang.bulk_groups.items():
                     if any(not op.has_read for group in groups for op in group):
-                        self.launch.note(f"warp {gang.first_warp + thread // WARP} exits while its bulk copies read shared memory")
+                        self.launch.note(
+                            f"warp {gang.first_warp + thread // WARP} exits while its bulk copies read shared memory"
+                        )
         while self.step_asynchronous(None):
             pass
         if not self.launch.checks.leaks:
@@ -572,9 +588,7 @@ class Launch:
             raise SoftGPUError(f"{at + dynamic_shared} bytes of shared memory requested, an SM has {SHARED_BYTES}")
         cx, cy, cz = self.cluster
         gx, gy, gz = self.grid
-        self.origins = deque(
-            (x, y, z) for z in range(0, gz, cz) for y in range(0, gy, cy) for x in range(0, gx, cx)
-        )
+        self.origins = deque((x, y, z) for z in range(0, gz, cz) for y in range(0, gy, cy) for x in range(0, gx, cx))
         self.started = 0
 
     def note(self, text: str) -> None:
@@ -633,7 +647,9 @@ class Launch:
                 last = progress
                 if rounds > 3:
                     ctas = [c for cluster in active for c in cluster.ctas]
-                    raise Deadlock("livelock: " + deadlock_report(ctas).replace("no warp can run", "warps only spin", 1))
+                    raise Deadlock(
+                        "livelock: " + deadlock_report(ctas).replace("no warp can run", "warps only spin", 1)
+                    )
 
     def _choose(self, cluster: Cluster, gangs: list[Gang]):
         """The runnable gang, or the cluster for its asynchronous engine, of the highest random priority.

@@ -162,7 +162,9 @@ class SharedMemory:
                 f"{self.size:#x} bytes"
             )
         if (offset % size).any():
-            raise Misaligned(f"shared address {int(offset[np.flatnonzero(offset % size)[0]]):#x} is not aligned to {size}")
+            raise Misaligned(
+                f"shared address {int(offset[np.flatnonzero(offset % size)[0]]):#x} is not aligned to {size}"
+            )
         first = (offset // unit).astype(np.intp)
         return first[:, None] if count == 1 else first[:, None] + np.arange(count)
 
@@ -192,7 +194,9 @@ class SharedMemory:
         if hit.any():
             at = int(np.asarray(granules).ravel()[np.flatnonzero(hit.ravel())[0]]) * 16
             what = "writes" if counter is self.writing else "reads"
-            raise AsyncRace(f"shared memory at offset {at:#x} is {how} while an asynchronous operation in flight {what} it")
+            raise AsyncRace(
+                f"shared memory at offset {at:#x} is {how} while an asynchronous operation in flight {what} it"
+            )
 
     def check_fenced(self, granules: np.ndarray, fences: np.ndarray, issuers, what: str) -> None:
         """Every generic write under an async read must be older than a proxy fence of its writer or the issuer."""
@@ -272,7 +276,9 @@ class TensorMemory:
 
     def free(self, start: int, columns: int) -> None:
         if self.allocations.get(start) != columns:
-            raise TensorMemoryMisuse(f"tcgen05.dealloc of {columns} columns at {start}: allocated are {self.allocations}")
+            raise TensorMemoryMisuse(
+                f"tcgen05.dealloc of {columns} columns at {start}: allocated are {self.allocations}"
+            )
         del self.allocations[start]
         self.owner[start : start + columns] = False
 
@@ -287,4 +293,6 @@ class TensorMemory:
         part = self.valid[lanes, column : column + columns]
         if self.checks.uninitialised and not part.all():
             lane, col = (int(x[0]) for x in np.nonzero(~part))
-            raise UninitialisedRead(f"{what} reads tensor memory column {column + col} (lane {lane} of the access), never written")
+            raise UninitialisedRead(
+                f"{what} reads tensor memory column {column + col} (lane {lane} of the access), never written"
+            )

@@ -148,13 +148,50 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _LABEL = re.compile(r"\s*([A-Za-z_$%][\w$]*)\s*:(?!:)")
 _SPECIAL = re.compile(r"%(tid|ntid|ctaid|nctaid|cluster_ctaid|cluster_nctaid|clusterid|nclusterid)\.[xyz]$")
 _SPECIAL_PLAIN = frozenset(
-    "%laneid %warpid %nwarpid %smid %nsmid %gridid %cluster_ctarank %cluster_nctarank %is_explicit_cluster "
-    "%lanemask_eq %lanemask_le %lanemask_lt %lanemask_ge %lanemask_gt %clock %clock64 %globaltimer "
-    "%globaltimer_lo %dynamic_smem_size %total_smem_size %aggr_smem_size".split()
+    [
+        "%laneid",
+        "%warpid",
+        "%nwarpid",
+        "%smid",
+        "%nsmid",
+        "%gridid",
+        "%cluster_ctarank",
+        "%cluster_nctarank",
+        "%is_explicit_cluster",
+        "%lanemask_eq",
+        "%lanemask_le",
+        "%lanemask_lt",
+        "%lanemask_ge",
+        "%lanemask_gt",
+        "%clock",
+        "%clock64",
+        "%globaltimer",
+        "%globaltimer_lo",
+        "%dynamic_smem_size",
+        "%total_smem_size",
+        "%aggr_smem_size",
+    ]
 )
 _IGNORED = frozenset(
-    ".version .target .address_size .loc .file .section .pragma .maxntid .minnctapersm .maxnreg .weak "
-    ".noreturn .explicitcluster .maxclusterrank .blocksareclusters .abi_preserve .callgraph".split()
+    [
+        ".version",
+        ".target",
+        ".address_size",
+        ".loc",
+        ".file",
+        ".section",
+        ".pragma",
+        ".maxntid",
+        ".minnctapersm",
+        ".maxnreg",
+        ".weak",
+        ".noreturn",
+        ".explicitcluster",
+        ".maxclusterrank",
+        ".blocksareclusters",
+        ".abi_preserve",
+        ".callgraph",
+    ]
 )
 
 

@@ -12,7 +12,9 @@ from .driver import Device
 
 
 def _finish(request, device: Device) -> None:
-    lines = [f"{r.kernel}: {r.seconds:.2f} s, {r.reached} of {r.instructions} instructions reached" for r in device.reports]
+    lines = [
+        f"{r.kernel}: {r.seconds:.2f} s, {r.reached} of {r.instructions} instructions reached" for r in device.reports
+    ]
     notes = [f"  note: {n}" for r in device.reports for n in r.notes]
     if lines:
         request.node.add_report_section("teardown", "softgpu", "\n".join(lines + notes))

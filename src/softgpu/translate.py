@@ -105,7 +105,7 @@ def _lower_b128(kernel: Kernel) -> None:
 class Value:
     """A block-local value: Python names by dtype code, or two 32-bit halves of a 64-bit value."""
 
-    __slots__ = ("names", "halves")
+    __slots__ = ("halves", "names")
 
     def __init__(self, names: dict[str, str] | None = None, halves: tuple[Value, Value] | None = None):
         self.names, self.halves = names or {}, halves
@@ -213,9 +213,7 @@ class Translation:
         return name
 
     def unsupported(self, why: str) -> UnsupportedInstruction:
-        return UnsupportedInstruction(
-            f"{self.instr.op}: {why}", line=self.instr.line, text=self.instr.text
-        )
+        return UnsupportedInstruction(f"{self.instr.op}: {why}", line=self.instr.line, text=self.instr.text)
 
     def src(self, operand, code: str) -> str:
         """A Python expression for an operand as a vector of the dtype."""
@@ -285,9 +283,7 @@ class Translation:
     def half_floats(self, operand) -> tuple[str, str]:
         """The two halves of a packed ``.f32x2`` operand as float32."""
         if isinstance(operand, Imm):
-            return tuple(
-                self.const((operand.value >> s) & 0xFFFFFFFF, "f4") for s in (0, 32)
-            )
+            return tuple(self.const((operand.value >> s) & 0xFFFFFFFF, "f4") for s in (0, 32))
         if operand.name in self.program.local:
             self.halves(operand)
             return tuple(self._local(h, "f4", 32) for h in self.env[operand.name].halves)

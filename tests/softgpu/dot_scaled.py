@@ -43,7 +43,17 @@ def compile_product(recipe: str, bm: int, bn: int, bk: int, warps: int = 4):
     """(PTX text, shared bytes, kernel name)."""
     element, pack, block, _, (data, scale) = RECIPES[recipe]
     constants = dict(A_TYPE=element, B_TYPE=element, BM=bm, BN=bn, BK=bk, BLOCK=block, PACK=pack)
-    signature = dict(a=data, sa=scale, b=data, sb=scale, c="*fp32", M="i32", N="i32", K="i32", **dict.fromkeys(constants, "constexpr"))
+    signature = dict(
+        a=data,
+        sa=scale,
+        b=data,
+        sb=scale,
+        c="*fp32",
+        M="i32",
+        N="i32",
+        K="i32",
+        **dict.fromkeys(constants, "constexpr"),
+    )
     attrs = {(n,): [["tt.divisibility", 16]] for n in range(8)}
     source = triton.compiler.ASTSource(fn=product, signature=signature, constexprs=constants, attrs=attrs)
     compiled = triton.compile(source, target=GPUTarget("cuda", 100, 32), options=dict(num_warps=warps, num_stages=3))
@@ -82,6 +92,8 @@ def run(device: Device, recipe: str, m: int, n: int, k: int, bm: int, bn: int, b
     for p, v in zip(program.kernel.params.values(), values, strict=False):
         params[p.offset : p.offset + p.size] = int(v).to_bytes(p.size, "little")
     threads = program.kernel.reqntid or (128, 1, 1)
-    device.launch(ptx, (m // bm, n // bn, 1), threads, bytes(params), kernel=name, buffers=arrays, dynamic_shared=shared)
+    device.launch(
+        ptx, (m // bm, n // bn, 1), threads, bytes(params), kernel=name, buffers=arrays, dynamic_shared=shared
+    )
     want = av @ bv.T
     return float(np.abs(c - want).max() / np.sqrt((want**2).mean())), c

@@ -28,10 +28,9 @@ def host(t: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def flash_attention(device: Device, arch: str, edit=None):
     """FlashAttention-4's interface module, compiling for ``arch`` and running on ``device``."""
+    import cutlass
     import flash_attn.cute.cute_dsl_utils as utils
     import flash_attn.cute.interface as interface
-
-    import cutlass
 
     class Hardware:
         """Stands in for the driver query of the persistent schedulers."""
@@ -88,13 +87,30 @@ def make(arch, lengths_q, lengths_k, heads, heads_kv, dim=128, dtype=torch.bfloa
     """Packed random q, k, v, dO and their cumulative lengths."""
     g = torch.Generator().manual_seed(seed)
     tq, tk = sum(lengths_q), sum(lengths_k)
-    q, k, v, do = (torch.randn(n, h, dim, generator=g) for n, h in ((tq, heads), (tk, heads_kv), (tk, heads_kv), (tq, heads)))
+    q, k, v, do = (
+        torch.randn(n, h, dim, generator=g) for n, h in ((tq, heads), (tk, heads_kv), (tk, heads_kv), (tq, heads))
+    )
     cum = [torch.tensor([0, *torch.tensor(x).cumsum(0)], dtype=torch.int32) for x in (lengths_q, lengths_k)]
     return [t.to(dtype) for t in (q, k, v, do)], cum
 
 
-def run_case(device, arch, *, lengths_q, lengths_k=None, heads=2, heads_kv=1, dim=128, causal=False, varlen=False,
-             backward=False, dtype=torch.bfloat16, edit=None, interface=None, seed=0):
+def run_case(
+    device,
+    arch,
+    *,
+    lengths_q,
+    lengths_k=None,
+    heads=2,
+    heads_kv=1,
+    dim=128,
+    causal=False,
+    varlen=False,
+    backward=False,
+    dtype=torch.bfloat16,
+    edit=None,
+    interface=None,
+    seed=0,
+):
     """One call through FlashAttention-4; gives {name: error} and {name: tensor}."""
     lengths_k = lengths_k or lengths_q
     (q, k, v, do), (cq, ck) = make(arch, lengths_q, lengths_k, heads, heads_kv, dim, torch.bfloat16, seed)
@@ -109,7 +125,9 @@ def run_case(device, arch, *, lengths_q, lengths_k=None, heads=2, heads_kv=1, di
     with context as api:
         kw = {}
         if varlen:
-            kw = dict(cu_seqlens_q=host(cq), cu_seqlens_k=host(ck), max_seqlen_q=max(lengths_q), max_seqlen_k=max(lengths_k))
+            kw = dict(
+                cu_seqlens_q=host(cq), cu_seqlens_k=host(ck), max_seqlen_q=max(lengths_q), max_seqlen_k=max(lengths_k)
+            )
         args = [host(shaped(q, lengths_q)), host(shaped(k, lengths_k)), host(shaped(v, lengths_k))]
         o, lse, *_ = api._flash_attn_fwd(*args, causal=causal, return_lse=True, **kw)
         out = {"o": o, "lse": lse}

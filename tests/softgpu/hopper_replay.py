@@ -79,7 +79,9 @@ def play(folder: Path, libraries: list[str]) -> None:
             flags = ["-shared", "-fPIC", "-O1", "-Wl,--gc-sections", "-Wl,--exclude-libs,ALL", "-Wl,-Bsymbolic"]
             inputs = [x for x in libraries if x.endswith(".c")] + [str(folder / name)]
             archives = [x for x in libraries if not x.endswith(".c")]
-            subprocess.run(["cc", *flags, "-o", str(target), *inputs, *archives, "-lpthread", "-ldl", "-lrt"], check=True)
+            subprocess.run(
+                ["cc", *flags, "-o", str(target), *inputs, *archives, "-lpthread", "-ldl", "-lrt"], check=True
+            )
             known[name] = tvm_ffi.load_module(str(target))["func"]
         return known[name]
 
@@ -98,7 +100,9 @@ def play(folder: Path, libraries: list[str]) -> None:
         for n, a in named.items():
             gpu, soft = value(a, pool).cpu(), value(a, after)
             difference = (gpu.double() - soft.double()).abs().nan_to_num(0)
-            print(f"{name:20} {n:4} largest difference {difference.max():.3g}, equal {(gpu == soft).double().mean():.2%}")
+            print(
+                f"{name:20} {n:4} largest difference {difference.max():.3g}, equal {(gpu == soft).double().mean():.2%}"
+            )
 
 
 if __name__ == "__main__":

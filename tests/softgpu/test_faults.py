@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
-import softgpu
-
 from faults import FAULTS
 
 pytestmark = pytest.mark.slow

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
 from fractions import Fraction
 
+import numpy as np
+import pytest
 from kernels import lanes, run
+
 from softgpu.formats import DECODE, MINIFLOATS, encode, f32_to_bf16
 
 M32 = 0xFFFFFFFF
@@ -88,7 +89,10 @@ OTHERS = RNG.standard_normal(64).astype(np.float32)
 def test_fma_rounds_once():
     third = -(FLOATS * OTHERS)
     got = lanes("fma.rn.f32 %r1, %r10, %r11, %r12;", FLOATS, OTHERS, third, out=np.float32)
-    exact = [Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c)) for a, b, c in zip(FLOATS, OTHERS, third, strict=True)]
+    exact = [
+        Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
+        for a, b, c in zip(FLOATS, OTHERS, third, strict=True)
+    ]
     assert got.tolist() == [np.float32(float(x)) for x in exact]
 
 
@@ -116,7 +120,15 @@ def test_packed_pairs():
 def test_comparisons_with_nan():
     x = np.array([1, np.nan, 2, np.nan] * 8, np.float32)
     y = np.array([1, 1, 1, np.nan] * 8, np.float32)
-    for cmp, want in {"eq": "1000", "ne": "0010", "equ": "1101", "neu": "0111", "ltu": "0101", "ge": "1010", "nan": "0101"}.items():
+    for cmp, want in {
+        "eq": "1000",
+        "ne": "0010",
+        "equ": "1101",
+        "neu": "0111",
+        "ltu": "0101",
+        "ge": "1010",
+        "nan": "0101",
+    }.items():
         got = lanes(f"setp.{cmp}.f32 %p1, %r10, %r11; selp.b32 %r1, 1, 0, %p1;", x, y)
         assert "".join(map(str, got[:4])) == want, cmp
 
@@ -149,7 +161,9 @@ def test_minifloats_round_to_the_nearest_even(name):
 
 def test_cvt_e4m3x2_and_back():
     got = lanes("cvt.rn.satfinite.e4m3x2.f32 %h1, %r10, %r11; cvt.rn.f16x2.e4m3x2 %r1, %h1;", OTHERS, FLOATS)
-    want = [DECODE["e4m3"][encode(x, "e4m3")].astype(np.float16).view(np.uint16).astype(np.uint32) for x in (OTHERS, FLOATS)]
+    want = [
+        DECODE["e4m3"][encode(x, "e4m3")].astype(np.float16).view(np.uint16).astype(np.uint32) for x in (OTHERS, FLOATS)
+    ]
     assert (got == (want[0] << 16 | want[1])).all()
 
 

@@ -64,10 +64,14 @@ def test_granules_cover_every_byte_once():
 
 def test_fragments_cover_their_tiles():
     row, col = accumulator_fragment(32)
-    assert sorted(zip(row.ravel().tolist(), col.ravel().tolist(), strict=True)) == [(r, c) for r in range(64) for c in range(32)]
+    assert sorted(zip(row.ravel().tolist(), col.ravel().tolist(), strict=True)) == [
+        (r, c) for r in range(64) for c in range(32)
+    ]
     for unit, depth in ((2, 16), (1, 32)):
         row, k = a_fragment(unit)
-        cells = {(r, x + e) for r, x in zip(row.ravel().tolist(), k.ravel().tolist(), strict=True) for e in range(4 // unit)}
+        cells = {
+            (r, x + e) for r, x in zip(row.ravel().tolist(), k.ravel().tolist(), strict=True) for e in range(4 // unit)
+        }
         assert cells == {(r, x) for r in range(64) for x in range(depth)}
 
 

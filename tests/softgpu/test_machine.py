@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from kernels import run, source
 
 import softgpu
-from kernels import run, source
 from softgpu import Device
 
 AT = "\tmul.wide.u32 %d20, %r0, 4; add.s64 %d21, %d0, %d20;\n"
@@ -14,7 +14,9 @@ AT = "\tmul.wide.u32 %d20, %r0, 4; add.s64 %d21, %d0, %d20;\n"
 
 def test_lanes_part_and_meet_again():
     out = np.zeros(128, np.uint32)
-    body = AT + """
+    body = (
+        AT
+        + """
 	mov.u32 %r1, 0; and.b32 %r2, %r0, 7;
 LOOP:
 	setp.ge.u32 %p1, %r1, %r2;
@@ -29,17 +31,21 @@ DONE:
 	selp.b32 %r6, 1000, 0, %p3;
 	add.u32 %r7, %r1, %r6;
 	st.global.u32 [%d21], %r7;"""
+    )
     run(body, out, threads=128)
     assert (out == np.arange(128) % 8 + np.where(np.arange(128) % 32 == 0, 1000, 0)).all()
 
 
 def test_scopes_of_braces_have_their_own_names():
     out = np.zeros(32, np.uint32)
-    body = AT + """
+    body = (
+        AT
+        + """
 	mov.u32 %r1, 5;
 	{ .reg .b32 x; .reg .pred p; mov.u32 x, 7; setp.eq.u32 p, x, 7; @p bra HERE; mov.u32 %r1, 0; HERE: add.u32 %r1, %r1, x; }
 	{ .reg .b32 x; mov.u32 x, 9; bra HERE; HERE: add.u32 %r1, %r1, x; }
 	st.global.u32 [%d21], %r1;"""
+    )
     run(body, out)
     assert (out == 21).all()
 
@@ -219,8 +225,48 @@ def test_tensor_memory_rules():
 
 def test_report_counts_opcodes():
     out = np.zeros(64, np.uint32)
-    report = run(AT + "\tsetp.eq.u32 %p1, %r0, %r0; @%p1 bra OVER; mul.lo.u32 %r1, %r0, 3;\nOVER: st.global.u32 [%d21], %r0;", out, threads=64)
+    report = run(
+        AT + "\tsetp.eq.u32 %p1, %r0, %r0; @%p1 bra OVER; mul.lo.u32 %r1, %r0, 3;\nOVER: st.global.u32 [%d21], %r0;",
+        out,
+        threads=64,
+    )
     assert report.opcodes["st.global.u32"] == 2
     assert report.opcodes["mul.lo.u32"] == 0
     assert [i.op for i in report.unreached] == ["mul.lo.u32"]
     assert "never: line" in str(report)
+
+
+def test_scale_factors_are_copied_to_all_four_quarters():
+    out = np.zeros((128, 4), np.uint32)
+    data = np.arange(128, dtype=np.uint32) * 16777619
+    body = """
+	mov.u32 %r1, dynamic; add.u32 %r2, %r1, 1024; add.u32 %r3, %r1, 1032;
+	setp.ge.u32 %p1, %r0, 32; setp.ne.u32 %p2, %r0, 0;
+	shl.b32 %r4, %r0, 2; add.u32 %r5, %r1, %r4; mul.wide.u32 %d5, %r0, 4; add.s64 %d6, %d0, %d5;
+	ld.global.u32 %r6, [%d6]; st.shared.u32 [%r5], %r6;
+	fence.proxy.async.shared::cta;
+	@%p1 bra READY;
+	tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r3], 32;
+	@%p2 bra READY;
+	mbarrier.init.shared.b64 [%r2], 1;
+READY:
+	bar.sync 0;
+	ld.shared.u32 %r7, [%r3];
+	@%p2 bra WAIT;
+	shr.u32 %r8, %r1, 4; cvt.u64.u32 %d7, %r8; or.b64 %d8, %d7, 70403103916032;
+	or.b64 %d9, %d8, 34359738368;
+	tcgen05.cp.cta_group::1.32x128b.warpx4 [%r7], %d9;
+	tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r2];
+WAIT:
+	mbarrier.try_wait.parity.shared.b64 %p3, [%r2], 0;
+	@!%p3 bra WAIT;
+	and.b32 %r9, %r0, 96; shl.b32 %r10, %r9, 16; add.u32 %r11, %r7, %r10;
+	tcgen05.ld.sync.aligned.32x32b.x4.b32 {%r20, %r21, %r22, %r23}, [%r11];
+	tcgen05.wait::ld.sync.aligned;
+	mul.wide.u32 %d10, %r0, 16; add.s64 %d11, %d1, %d10; st.global.v4.b32 [%d11], {%r20, %r21, %r22, %r23};
+	bar.sync 0;
+	@%p1 bra END;
+	tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r7, 32;
+END:"""
+    run(body, data, out, threads=128, shared=2048, target="sm_100a")
+    assert (out.reshape(4, 32, 4) == data.reshape(32, 4)).all()

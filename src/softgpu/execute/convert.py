@@ -175,13 +175,15 @@ def _scalar(g, d, a, to, source, flags):
         have = type_code(source)
         value = _narrow_source(g, a, have)
     if to in ("bf16", "f16"):
-        if have[0] != "f":
-            value = f"{value}.astype(np.float32)"
-        elif have == "f8":
+        if have[0] != "f" or have == "f8":
             value = f"{value}.astype(np.float32)"
         if "relu" in flags:
             value = f"np.fmax({value}, np.float32(0))"
-        g.dst(d, "u2", f"{g.use(f32_to_bf16)}({value})" if to == "bf16" else f"({value}).astype(np.float16).view(np.uint16)")
+        g.dst(
+            d,
+            "u2",
+            f"{g.use(f32_to_bf16)}({value})" if to == "bf16" else f"({value}).astype(np.float16).view(np.uint16)",
+        )
         return
     want = type_code(to)
     if have[0] == "f" and want[0] == "f":

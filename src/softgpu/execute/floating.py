@@ -22,7 +22,7 @@ def _modifiers(g, i, allowed=("ftz", "sat", "full", "approx")):
             rounding = p
         elif p == "sat":
             sat = True
-        elif p not in allowed and not (p in ("f32", "bf16", "f16")):
+        elif p not in allowed and p not in ("f32", "bf16", "f16"):
             raise g.unsupported(f"modifier .{p} is not supported")
     return rounding, sat
 
@@ -38,8 +38,6 @@ def half_source(g, operand, kind: str) -> str:
 
 def _round_to(rounding: str):
     return {"rm": round_down, "rp": round_up, "rz": round_zero}[rounding]
-
-
 
 
 def round_down(wide):
@@ -104,7 +102,11 @@ def arithmetic(g, i):
             g.dst(d, "f4", _expression(g, op, rounding, texts))
             return
         text = _expression(g, op, "rn", texts)
-        g.dst(d, "u2", f"{g.use(f32_to_bf16)}({text})" if kind == "bf16" else f"({text}).astype(np.float16).view(np.uint16)")
+        g.dst(
+            d,
+            "u2",
+            f"{g.use(f32_to_bf16)}({text})" if kind == "bf16" else f"({text}).astype(np.float16).view(np.uint16)",
+        )
         return
     if "bf16" in i.parts[1:-1] or "f16" in i.parts[1:-1]:
         raise g.unsupported("this mixed-precision form is not supported")
@@ -197,7 +199,14 @@ def transcendental(g, i):
     kind = i.parts[-1]
     _modifiers(g, i)
     d, a = i.operands
-    simple = {"ex2": "np.exp2", "lg2": "np.log2", "sqrt": "np.sqrt", "sin": "np.sin", "cos": "np.cos", "tanh": "np.tanh"}
+    simple = {
+        "ex2": "np.exp2",
+        "lg2": "np.log2",
+        "sqrt": "np.sqrt",
+        "sin": "np.sin",
+        "cos": "np.cos",
+        "tanh": "np.tanh",
+    }
     if kind in ("f16x2", "bf16x2", "f16", "bf16"):
         raise g.unsupported(f".{kind} is not supported")
     code = type_code(kind)
@@ -221,7 +230,12 @@ def copy_sign(g, i):
 @emits("testp")
 def test_property(g, i):
     prop, kind = i.parts[1:3]
-    text = {"finite": "np.isfinite({})", "infinite": "np.isinf({})", "notanumber": "np.isnan({})", "number": "~np.isnan({})"}
+    text = {
+        "finite": "np.isfinite({})",
+        "infinite": "np.isinf({})",
+        "notanumber": "np.isnan({})",
+        "number": "~np.isnan({})",
+    }
     if prop not in text:
         raise g.unsupported(f"property .{prop} is not supported")
     g.dst(i.operands[0], "p", text[prop].format(g.src(i.operands[1], type_code(kind))))

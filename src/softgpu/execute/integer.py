@@ -189,7 +189,11 @@ def shift_right(a, n):
 def funnel(g, i):
     _, direction, mode, _ = i.parts
     d, a, b, c = i.operands
-    g.dst(d, "u4", f"{g.use(funnel_shift)}({g.src(a, 'u4')}, {g.src(b, 'u4')}, {g.src(c, 'u4')}, {direction == 'l'}, {mode == 'clamp'})")
+    g.dst(
+        d,
+        "u4",
+        f"{g.use(funnel_shift)}({g.src(a, 'u4')}, {g.src(b, 'u4')}, {g.src(c, 'u4')}, {direction == 'l'}, {mode == 'clamp'})",
+    )
 
 
 def funnel_shift(low, high, n, left, clamp):
@@ -269,7 +273,7 @@ def bfind(a, shiftamt):
     bits = a.dtype.itemsize * 8
     if a.dtype.kind == "i":
         a = np.where(a < 0, ~a, a).view(f"u{a.dtype.itemsize}")
-    n = (bits - 1 - clz(a).astype(np.int64))
+    n = bits - 1 - clz(a).astype(np.int64)
     out = np.where(n < 0, 0xFFFFFFFF, (bits - 1 - n) if shiftamt else n)
     return out.astype(np.uint32)
 

@@ -15,7 +15,9 @@ def cluster_launch_control(g, i):
     if i.parts[1] == "try_cancel":
         multicast = any(p.startswith("multicast") for p in i.parts)
         target, bar = i.operands[:2]
-        g.line(f"{g.use(try_cancel)}(f, {g.address(target)}, {g.address(bar)}, {multicast}, {(i.line, i.text)!r}, {g.mask})")
+        g.line(
+            f"{g.use(try_cancel)}(f, {g.address(target)}, {g.address(bar)}, {multicast}, {(i.line, i.text)!r}, {g.mask})"
+        )
         return
     if i.parts[1] != "query_cancel":
         raise g.unsupported("unknown form")
@@ -60,5 +62,3 @@ def try_cancel(f, target, bar, multicast, where, mask):
                 barrier.transact(-16)
 
         cluster.submit(Operation(where, run))
-
-

@@ -192,7 +192,9 @@ def _shared_store(f, at, data, sel):
         here = slice(None) if (ranks == rank).all() else ranks == rank
         cta = f.cta.cluster.cta_of(int(rank) << RANK_SHIFT)
         # a writer in another CTA is not one of that CTA's warps, and its fences are its own
-        cta.shared.store(offset[here], data[here], warps[here] if cta is f.cta else warps[here] * 0, clock if cta is f.cta else 0)
+        cta.shared.store(
+            offset[here], data[here], warps[here] if cta is f.cta else warps[here] * 0, clock if cta is f.cta else 0
+        )
 
 
 def store_generic(f, address, values, mask):

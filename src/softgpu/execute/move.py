@@ -21,7 +21,9 @@ def move(g, i):
     d, a = i.operands
     if kind == "b128":
         if isinstance(d, Pair):
-            for out, item in zip((d.first, d.second), a.items if isinstance(a, Vec) else (a.first, a.second), strict=True):
+            for out, item in zip(
+                (d.first, d.second), a.items if isinstance(a, Vec) else (a.first, a.second), strict=True
+            ):
                 g.dst(out, "u8", _copy(g, item, "u8"))
             return
         for out, item in zip(d.items, (a.first, a.second), strict=True):
@@ -97,7 +99,9 @@ def convert_address(g, i):
     if kind not in ("u64", "u32"):
         raise g.unsupported("the address type must be .u64")
     d, a = i.operands
-    window = {"shared": SHARED_WINDOW, "param": PARAM_WINDOW, "global": 0, "const": 0, "local": None}.get(space.split("::")[0])
+    window = {"shared": SHARED_WINDOW, "param": PARAM_WINDOW, "global": 0, "const": 0, "local": None}.get(
+        space.split("::")[0]
+    )
     if window is None:
         raise g.unsupported(f"state space .{space} is not supported")
     value = g.src(a, "u8") if not (isinstance(a, Reg) and a.bits == 32) else f"{g.src(a, 'u4')}.astype(np.uint64)"
@@ -115,7 +119,11 @@ def is_space(g, i):
     d, a = i.operands
     value = g.src(a, "u8")
     shift = g.const(56, "u8")
-    texts = {"shared": f"({value} >> {shift}) == 1", "global": f"({value} >> {shift}) == 0", "param": f"({value} >> {shift}) == 2"}
+    texts = {
+        "shared": f"({value} >> {shift}) == 1",
+        "global": f"({value} >> {shift}) == 0",
+        "param": f"({value} >> {shift}) == 2",
+    }
     if space not in texts:
         raise g.unsupported(f"state space .{space} is not supported")
     g.dst(d, "p", texts[space])
@@ -156,10 +164,18 @@ def raise_trap(f, mask):
         raise SoftGPUError("the kernel executed trap")
 
 
-@emits("prefetch", "prefetchu", "setmaxnreg", "griddepcontrol", "applypriority", "discard", "pmevent", "membar", "nanosleep")
+@emits(
+    "prefetch",
+    "prefetchu",
+    "setmaxnreg",
+    "griddepcontrol",
+    "applypriority",
+    "discard",
+    "pmevent",
+    "membar",
+    "nanosleep",
+)
 def no_effect(g, i):
     """Hints, register budgets, and launch order: no effect on results when kernels run one after another."""
     if i.parts[0] == "griddepcontrol" and i.parts[1] not in ("wait", "launch_dependents"):
         raise g.unsupported("unknown form")
-
-

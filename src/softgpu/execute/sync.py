@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..errors import BarrierMisuse
-from ..memory import OFFSET_MASK, RANK_SHIFT
 from ..machine import MBarrier
+from ..memory import OFFSET_MASK, RANK_SHIFT
 from ..ptx import Mem, Sink
 from ..translate import emits
 
@@ -149,8 +149,28 @@ def cluster_wait(f, mask):
 @emits("mbarrier")
 def mbarrier(g, i):
     action = i.parts[1]
-    known = {"shared", "shared::cta", "shared::cluster", "b64", "release", "acquire", "relaxed", "cta", "cluster", "noComplete",
-             "expect_tx", "parity", "noinc", "init", "inval", "arrive", "arrive_drop", "try_wait", "test_wait", "complete_tx"}
+    known = {
+        "shared",
+        "shared::cta",
+        "shared::cluster",
+        "b64",
+        "release",
+        "acquire",
+        "relaxed",
+        "cta",
+        "cluster",
+        "noComplete",
+        "expect_tx",
+        "parity",
+        "noinc",
+        "init",
+        "inval",
+        "arrive",
+        "arrive_drop",
+        "try_wait",
+        "test_wait",
+        "complete_tx",
+    }
     extra = [p for p in i.parts[1:] if p not in known]
     if extra or "noComplete" in i.parts:
         raise g.unsupported(f"modifier .{'.'.join(extra) or 'noComplete'} is not supported")
@@ -319,5 +339,3 @@ def cta_rank(g, i):
         g.dst(d, "u4", f"{g.src(a, 'u4')} >> {g.const(RANK_SHIFT, 'u4')}")
     else:
         g.dst(d, "u4", f"(({g.src(a, 'u8')} >> {g.const(RANK_SHIFT, 'u8')}) & {g.const(255, 'u8')}).astype(np.uint32)")
-
-

@@ -13,7 +13,14 @@ import numpy as np
 
 from ..errors import BarrierMisuse, DescriptorError, OutOfBounds, TensorMemoryMisuse
 from ..formats import DECODE
-from ..layouts import InstructionDescriptor, MatrixDescriptor, operand_bytes, operand_granules, scale_positions, tensor_rows
+from ..layouts import (
+    InstructionDescriptor,
+    MatrixDescriptor,
+    operand_bytes,
+    operand_granules,
+    scale_positions,
+    tensor_rows,
+)
 from ..memory import OFFSET_MASK, RANK_SHIFT
 from ..ptx import Imm, Mem, Reg, Vec
 from ..translate import emits
@@ -111,7 +118,24 @@ def _access(g, i):
     """(shape, repeats) of a load or store."""
     shape = next((p for p in i.parts if p in _SHAPES), None)
     repeat = next((int(p[1:]) for p in i.parts if re.fullmatch(r"x\d+", p)), None)
-    allowed = {"tcgen05", "ld", "st", "sync", "aligned", "red", "min", "max", "f32", "u32", "s32", "abs", "NaN", "b32", shape, f"x{repeat}"}
+    allowed = {
+        "tcgen05",
+        "ld",
+        "st",
+        "sync",
+        "aligned",
+        "red",
+        "min",
+        "max",
+        "f32",
+        "u32",
+        "s32",
+        "abs",
+        "NaN",
+        "b32",
+        shape,
+        f"x{repeat}",
+    }
     extra = [p for p in i.parts if p not in allowed]
     if shape is None or repeat is None or extra:
         raise g.unsupported(f"modifier .{extra[0] if extra else '?'} is not supported")
@@ -265,7 +289,17 @@ def wait_st(f, mask):
 def _mma(g, i, group):
     parts = i.parts[2:]
     kind = next(p[6:] for p in parts if p.startswith("kind::"))
-    known = {"cta_group::1", "cta_group::2", f"kind::{kind}", "block_scale", "block16", "block32", "scale_vec::1X", "scale_vec::2X", "scale_vec::4X"}
+    known = {
+        "cta_group::1",
+        "cta_group::2",
+        f"kind::{kind}",
+        "block_scale",
+        "block16",
+        "block32",
+        "scale_vec::1X",
+        "scale_vec::2X",
+        "scale_vec::4X",
+    }
     extra = [p for p in parts if p not in known and not p.startswith("collector::")]
     if extra or kind not in DEPTH:
         raise g.unsupported(f"modifier .{extra[0] if extra else 'kind::' + kind} is not supported")
@@ -273,7 +307,13 @@ def _mma(g, i, group):
     block = 0
     if scaled:
         default = {"mxf8f6f4": 32, "mxf4": 32, "mxf4nvf4": 0}[kind]
-        block = 16 if "block16" in parts or "scale_vec::4X" in parts else 32 if default or "block32" in parts or "scale_vec::2X" in parts else 0
+        block = (
+            16
+            if "block16" in parts or "scale_vec::4X" in parts
+            else 32
+            if default or "block32" in parts or "scale_vec::2X" in parts
+            else 0
+        )
         if not block:
             raise g.unsupported("a scale vector size is expected")
     d, a, b, idesc, *rest = i.operands
@@ -314,7 +354,9 @@ class Side:
         self.args = (rows, depth_bytes, mn_major, unit)
         granules = operand_granules(desc, *self.args)
         if int(granules[-1]) * 16 >= cta.shared.size:
-            raise OutOfBounds(f"{what} descriptor reaches shared offset {int(granules[-1]) * 16:#x} of {cta.shared.size:#x}")
+            raise OutOfBounds(
+                f"{what} descriptor reaches shared offset {int(granules[-1]) * 16:#x} of {cta.shared.size:#x}"
+            )
         issuers = f.lanes.warp_list if cta is f.cta else ()
         cta.shared.check_fenced(granules, cta.fences, issuers, "tcgen05.mma")
         cta.shared.begin_read(granules)
@@ -358,7 +400,9 @@ class Product:
         self.pair = pair
         names = _F16 if plan.kind == "f16" else _MINI if plan.kind in ("f8f6f4", "mxf8f6f4") else {1: "e2m1", 5: "e2m1"}
         if idesc.a_format not in names or idesc.b_format not in names:
-            raise DescriptorError(f"instruction descriptor {bits:#010x}: operand formats {idesc.a_format}, {idesc.b_format} do not fit {plan.kind}")
+            raise DescriptorError(
+                f"instruction descriptor {bits:#010x}: operand formats {idesc.a_format}, {idesc.b_format} do not fit {plan.kind}"
+            )
         if idesc.d_format != 1:
             raise DescriptorError(f"instruction descriptor {bits:#010x}: only float32 accumulators are supported")
         self.names = names[idesc.a_format], names[idesc.b_format]
@@ -505,7 +549,9 @@ def commit(f, address, multicast, where, mask):
         if multicast is None:
             bars = [f.cta.mbarrier(at)]
         else:
-            bars = [f.cta.mbarrier((r << RANK_SHIFT) | (at & OFFSET_MASK)) for r in range(cluster.size) if rest[0] >> r & 1]
+            bars = [
+                f.cta.mbarrier((r << RANK_SHIFT) | (at & OFFSET_MASK)) for r in range(cluster.size) if rest[0] >> r & 1
+            ]
         f.cta.tensor_queue.append(Commit(bars, where))
         cluster.progress += 1
 
@@ -545,5 +591,3 @@ def copy(f, target, desc, group, where, mask):
     for _, to, bits in _each(f, mask, target, desc):
         f.cta.tensor_queue.append(Copy(f, to, bits, group, where))
         f.cta.cluster.progress += 1
-
-

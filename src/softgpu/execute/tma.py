@@ -44,7 +44,9 @@ def copy(g, i):
             raise g.unsupported(f"modifier .{extra[0]} is not supported")
         target, source, size = i.operands[:3]
         filled = g.src(i.operands[3] if len(i.operands) > 3 else Imm(size.value), "u4")
-        g.line(f"{g.use(cp_async)}(f, {g.address(target)}, {g.address(source, 'u8')}, {size.value}, {filled}, {g.mask})")
+        g.line(
+            f"{g.use(cp_async)}(f, {g.address(target)}, {g.address(source, 'u8')}, {size.value}, {filled}, {g.mask})"
+        )
     else:
         raise g.unsupported("this copy is not supported")
 
@@ -168,7 +170,9 @@ def _global_view(f, tensor: TensorMap, start, inside):
     """The in-bounds elements as a strided view, outermost dimension first."""
     counts = [s.stop - s.start for s in inside]
     at = tensor.address + sum(c * s for c, s in zip(start, tensor.strides, strict=True))
-    span = sum((n - 1) * step * s for n, step, s in zip(counts, tensor.steps, tensor.strides, strict=True)) + tensor.unit
+    span = (
+        sum((n - 1) * step * s for n, step, s in zip(counts, tensor.steps, tensor.strides, strict=True)) + tensor.unit
+    )
     flat = f.cta.launch.memory.bytes_at(at, span)
     strides = [step * s for step, s in zip(tensor.steps, tensor.strides, strict=True)]
     base = np.lib.stride_tricks.as_strided(
@@ -186,7 +190,9 @@ def _chunks(offset: int, size: int, mode: str, what: str) -> np.ndarray:
 
 def _check_room(cta, offset: int, size: int, what: str) -> None:
     if offset + size > cta.shared.size:
-        raise OutOfBounds(f"{what}: {size} bytes at shared offset {offset:#x} end beyond the CTA's {cta.shared.size:#x}")
+        raise OutOfBounds(
+            f"{what}: {size} bytes at shared offset {offset:#x} end beyond the CTA's {cta.shared.size:#x}"
+        )
 
 
 def _inner_bytes(tensor: TensorMap, what: str) -> int:
@@ -390,5 +396,3 @@ def bulk_wait(f, keep, read, mask):
             for operation in groups.pop(0):
                 operation()
     f.cta.cluster.progress += 1
-
-

@@ -168,7 +168,14 @@ def redux(f, op, a, members, mask):
     on = _members(f, members, "redux.sync")
     full = np.zeros(f.gang.size, a.dtype)
     full[f.lo : f.hi] = a
-    function = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[op]
+    function = {
+        "add": np.add,
+        "min": np.minimum,
+        "max": np.maximum,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+    }[op]
     out = np.zeros(f.gang.size // 32, a.dtype)
     for w in range(out.size):
         if on[w].any():
