@@ -1,19 +1,11 @@
-"""Draw the layout pictures of docs/softgpu.md from softgpu's own functions: ``python docs/softgpu/pictures.py``."""
+"""Draw the layout pictures of docs/softgpu.md from softgpu itself: ``PYTHONPATH=src python docs/softgpu/pictures.py``."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("svg")
-matplotlib.rcParams.update({"svg.hashsalt": "softgpu", "svg.fonttype": "none"})
 import matplotlib.pyplot as plt
 import numpy as np
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1] / "src"))
 
 from softgpu.execute.tcgen05 import _pattern
 from softgpu.layouts import (
@@ -25,6 +17,10 @@ from softgpu.layouts import (
     swizzle_chunks,
     tensor_rows,
 )
+
+HERE = Path(__file__).parent
+plt.switch_backend("svg")
+plt.rcParams.update({"svg.hashsalt": "softgpu", "svg.fonttype": "none"})
 
 
 def grid(ax, values, labels, title, xlabel, ylabel, size=7, cmap="tab20"):
@@ -151,12 +147,29 @@ def scales():
     save(fig, "scales")
 
 
+_SHARED = [(0, 14, "start / 16"), (16, 14, "leading / 16"), (32, 14, "stride / 16")]
+_COMMON = [
+    (2, 1, "sp"),
+    (7, 3, "A"),
+    (10, 3, "B"),
+    (13, 2, "neg"),
+    (15, 2, "major"),
+    (17, 6, "N / 8"),
+    (24, 5, "M / 16"),
+]
+#: name → (bits, [(first bit, bits, field)])
 FIELDS = {
-    "wgmma matrix descriptor (64 bits)": (64, [(0, 14, "start / 16"), (16, 14, "leading / 16"), (32, 14, "stride / 16"), (49, 3, "base"), (62, 2, "swizzle")]),
-    "tcgen05 matrix descriptor (64 bits)": (64, [(0, 14, "start / 16"), (16, 14, "leading / 16"), (32, 14, "stride / 16"), (46, 3, "0b001"), (49, 3, "base"), (52, 1, "abs"), (61, 3, "swizzle")]),
-    "instruction descriptor, plain": (32, [(2, 1, "sp"), (4, 2, "D"), (7, 3, "A"), (10, 3, "B"), (13, 2, "neg"), (15, 2, "major"), (17, 6, "N / 8"), (24, 5, "M / 16"), (30, 2, "ws")]),
-    "instruction descriptor, block-scaled": (32, [(2, 1, "sp"), (4, 2, "B id"), (7, 3, "A"), (10, 3, "B"), (13, 2, "neg"), (15, 2, "major"), (17, 6, "N / 8"), (23, 1, "UE8M0"), (24, 5, "M / 16"), (29, 2, "A id"), (31, 1, "K96")]),
-}  # fmt: skip
+    "wgmma matrix descriptor": (64, [*_SHARED, (49, 3, "base"), (62, 2, "swizzle")]),
+    "tcgen05 matrix descriptor": (
+        64,
+        [*_SHARED, (46, 3, "0b001"), (49, 3, "base"), (52, 1, "abs"), (61, 3, "swizzle")],
+    ),
+    "instruction descriptor, plain": (32, [*_COMMON, (4, 2, "D"), (30, 2, "ws")]),
+    "instruction descriptor, block-scaled": (
+        32,
+        [*_COMMON, (4, 2, "B id"), (23, 1, "UE8M0"), (29, 2, "A id"), (31, 1, "K96")],
+    ),
+}
 
 
 def descriptors():

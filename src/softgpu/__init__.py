@@ -25,7 +25,23 @@ from .errors import (
 from .ptx import parse
 
 __all__ = [
-    "ALL", "NONE", "AsyncRace", "BarrierMisuse", "Checks", "Deadlock", "DescriptorError", "Device", "Misaligned",
-    "MissingProxyFence", "OutOfBounds", "PTXSyntaxError", "Report", "SoftFunction", "SoftGPUError", "TensorMemoryMisuse",
-    "UninitialisedRead", "UnsupportedInstruction", "parse",
-]  # fmt: skip
+    "ALL",
+    "NONE",
+    "AsyncRace",
+    "BarrierMisuse",
+    "Checks",
+    "Deadlock",
+    "DescriptorError",
+    "Device",
+    "Misaligned",
+    "MissingProxyFence",
+    "OutOfBounds",
+    "PTXSyntaxError",
+    "Report",
+    "SoftFunction",
+    "SoftGPUError",
+    "TensorMemoryMisuse",
+    "UninitialisedRead",
+    "UnsupportedInstruction",
+    "parse",
+]

@@ -92,8 +92,8 @@ class Device:
         return self._programs[key][0]
 
     def launch(
-        self, ptx: str | Module, grid, block, params: bytes, *, kernel: str | None = None, buffers=(), cluster=(1, 1, 1),
-        dynamic_shared: int = 0,
+        self, ptx: str | Module, grid, block, params: bytes, *, kernel: str | None = None, buffers=(),
+        cluster=(1, 1, 1), dynamic_shared: int = 0,
     ) -> Report:  # fmt: skip
         """Run one kernel; ``params`` is the raw parameter buffer (addresses are host addresses)."""
         program = self.program(ptx, kernel)

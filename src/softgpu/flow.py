@@ -6,6 +6,7 @@ instruction that may have to wait (so that a warp that waits can simply run its 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 from .ptx import Instr, Kernel, Mem, Not, Pair, Reg, Vec
@@ -139,10 +140,10 @@ def split(kernel: Kernel) -> tuple[list[Block], dict[str, int]]:
             starts.add(n + 1)
     targets = {i.operands[0].name for i in kernel.instrs if i.parts[0] == "bra"}
     starts.update(kernel.labels[name] for name in targets)
-    edges = sorted(s for s in starts if s < len(kernel.instrs)) + [len(kernel.instrs)]
+    edges = [*sorted(s for s in starts if s < len(kernel.instrs)), len(kernel.instrs)]
     blocks = []
     at = {}
-    for n, (a, b) in enumerate(zip(edges, edges[1:], strict=False)):
+    for n, (a, b) in enumerate(itertools.pairwise(edges)):
         body = kernel.instrs[a:b]
         blocks.append(Block(n, a, b, max(map(convergence, body), default=0), body))
         at[a] = n

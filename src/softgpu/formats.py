@@ -55,7 +55,7 @@ DECODE["ue4m3"] = np.concatenate([DECODE["e4m3"][:128]] * 2)
 
 def encode(value, name: str):
     """float32 to codes (uint8), round to nearest even, saturating; NaN gives the format's NaN or its maximum."""
-    exponent_bits, mantissa_bits, bias, infinite, largest = MINIFLOATS[name]
+    exponent_bits, mantissa_bits, bias, _infinite, largest = MINIFLOATS[name]
     bits = 1 + exponent_bits + mantissa_bits
     magnitude = np.abs(value).astype(np.float64)
     _, exponent = np.frexp(np.where(magnitude > 0, magnitude, 1.0))

@@ -42,7 +42,8 @@ def _code(dtype) -> tuple[int, int]:
     import torch
 
     table = {
-        torch.float32: (2, 32), torch.float16: (2, 16), torch.bfloat16: (4, 16), torch.float64: (2, 64), torch.int8: (0, 8),
+        torch.float32: (2, 32), torch.float16: (2, 16), torch.bfloat16: (4, 16), torch.float64: (2, 64),
+        torch.int8: (0, 8),
         torch.int16: (0, 16), torch.int32: (0, 32), torch.int64: (0, 64), torch.uint8: (1, 8), torch.bool: (6, 8),
     }  # fmt: skip
     # 8-bit floats travel as bytes; the launcher knows their type from its own signature

@@ -188,6 +188,13 @@ class InstructionDescriptor:
         )  # fmt: skip
 
 
+#: element type of a tensor map → (bytes, kind)
+MAP_TYPES = {
+    0: (1, "u8"), 1: (2, "u16"), 2: (4, "u32"), 3: (4, "s32"), 4: (8, "u64"), 5: (8, "s64"), 6: (2, "f16"),
+    7: (4, "f32"), 8: (4, "f32"), 9: (8, "f64"), 10: (2, "bf16"), 11: (1, "u4x2"),
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class TensorMap:
     """A tiled tensor map (128 bytes, opaque in CUDA; fields as the driver of CUDA 13 writes them)."""
@@ -210,23 +217,17 @@ class TensorMap:
             raise DescriptorError(f"the innermost coordinate {coords[0]} of a 4-bit tensor is odd")
         return [coords[0] // 2, *coords[1:]]
 
-    #: 4-bit element type → (bytes, kind)
-    TYPES = {
-        0: (1, "u8"), 1: (2, "u16"), 2: (4, "u32"), 3: (4, "s32"), 4: (8, "u64"), 5: (8, "s64"), 6: (2, "f16"), 7: (4, "f32"),
-        8: (4, "f32"), 9: (8, "f64"), 10: (2, "bf16"), 11: (1, "u4x2"),
-    }  # fmt: skip
-
     @classmethod
     def decode(cls, raw: bytes) -> TensorMap:
         w = np.frombuffer(raw, np.uint32)[:16].tolist()
         head = w[2]
         rank = ((head >> 4) & 7) + 1
         kind = (head >> 7) & 15
-        if rank > 5 or kind not in cls.TYPES:
+        if rank > 5 or kind not in MAP_TYPES:
             raise DescriptorError(f"tensor map: rank {rank}, element type {kind}; word 2 is {head:#x}")
         if (head >> 11) & 3:
             raise DescriptorError("tensor map: interleaved layouts are not supported")
-        unit, name = cls.TYPES[kind]
+        unit, name = MAP_TYPES[kind]
         dims = tuple(d + 1 for d in w[8 : 8 + rank])
         strides = tuple(((w[3 + n] | ((w[7] >> 4 * n & 15) << 32)) << 4) for n in range(rank - 1))
         sizes = [w[13] >> 24, w[14] & 255, w[14] >> 8 & 255, w[14] >> 16 & 255, w[14] >> 24]
@@ -236,4 +237,4 @@ class TensorMap:
         if name == "u4x2":
             # packed 4-bit elements: kept as bytes, two elements each
             dims, box = (dims[0] // 2, *dims[1:]), (box[0] // 2, *box[1:])
-        return cls(w[0] | w[1] << 32, dims, (unit,) + strides, box, steps, unit, name, mode, bool(head >> 15 & 1))
+        return cls(w[0] | w[1] << 32, dims, (unit, *strides), box, steps, unit, name, mode, bool(head >> 15 & 1))

@@ -48,7 +48,8 @@ class MBarrier:
         self.tx += tx
         if count > self.pending:
             raise BarrierMisuse(
-                f"mbarrier at {self.offset:#x} of CTA rank {self.cta.rank}: {count} arrivals, but only {self.pending} of "
+                f"mbarrier at {self.offset:#x} of CTA rank {self.cta.rank}: {count} arrivals, but only "
+                f"{self.pending} of "
                 f"{self.expected} are pending in phase {self.phase}"
             )
         self.pending -= count
@@ -78,7 +79,8 @@ class MBarrier:
 
     def describe(self) -> str:
         return (
-            f"mbarrier at shared offset {self.offset:#x} of CTA {self.cta.index} (rank {self.cta.rank}): phase {self.phase} "
+            f"mbarrier at shared offset {self.offset:#x} of CTA {self.cta.index} (rank {self.cta.rank}): "
+            f"phase {self.phase} "
             f"waits for {self.pending} of {self.expected} arrivals and {self.tx} bytes"
         )
 
@@ -422,7 +424,8 @@ class CTA:
             "cluster_ctarank": lambda: self.rank, "cluster_nctarank": lambda: cluster.size,
             "is_explicit_cluster": lambda: int(cluster.size > 1),
             "lanemask_eq": lambda: 1 << lanes.lane_ids, "lanemask_lt": lambda: (1 << lanes.lane_ids) - 1,
-            "lanemask_le": lambda: (2 << lanes.lane_ids) - 1, "lanemask_gt": lambda: 0xFFFFFFFF & ~((2 << lanes.lane_ids) - 1),
+            "lanemask_le": lambda: (2 << lanes.lane_ids) - 1,
+            "lanemask_gt": lambda: 0xFFFFFFFF & ~((2 << lanes.lane_ids) - 1),
             "lanemask_ge": lambda: 0xFFFFFFFF & ~((1 << lanes.lane_ids) - 1),
             "dynamic_smem_size": lambda: launch.dynamic_shared,
             "total_smem_size": lambda: launch.dynamic_shared + launch.static_shared,

@@ -14,8 +14,8 @@ from softgpu.formats import DECODE
 @triton.jit
 def product(
     a, sa, b, sb, c, M, N, K,
-    A_TYPE: tl.constexpr, B_TYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
-    PACK: tl.constexpr,
+    A_TYPE: tl.constexpr, B_TYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BLOCK: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
     rm = tl.program_id(0) * BM + tl.arange(0, BM)
     rn = tl.program_id(1) * BN + tl.arange(0, BN)

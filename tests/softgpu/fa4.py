@@ -46,9 +46,8 @@ def flash_attention(device: Device, arch: str, edit=None):
 
     original, arch_of, hardware = utils.from_dlpack, interface._get_device_arch, cutlass.utils.HardwareInfo
     number = int("".join(c for c in arch if c.isdigit()))
-    caches = [f.compile_cache for f in (
-        interface._flash_attn_fwd, interface._flash_attn_bwd, interface._bwd_preprocess, interface._bwd_postprocess_convert
-    )]  # fmt: skip
+    functions = ("_flash_attn_fwd", "_flash_attn_bwd", "_bwd_preprocess", "_bwd_postprocess_convert")
+    caches = [getattr(interface, name).compile_cache for name in functions]
     saved = [dict(c.cache) for c in caches]
     utils.from_dlpack = lambda t, **k: original(DeviceView(t.as_subclass(torch.Tensor)), **k)
     interface._get_device_arch = lambda: number
@@ -142,7 +141,7 @@ def run_case(
     for n in range(batch):
         a, b = slice(int(cq[n]), int(cq[n + 1])), slice(int(ck[n]), int(ck[n + 1]))
         want = reference(q[a], k[b], v[b], do[a] if backward else None, causal=causal)
-        for name, w in zip(("o", "lse", "dq", "dk", "dv"), want):
+        for name, w in zip(("o", "lse", "dq", "dk", "dv"), want, strict=False):
             got = flat[name][:, a] if name == "lse" else flat[name][b if name in ("dk", "dv") else a]
             if name == "lse":
                 assert torch.equal(w.isinf(), got.isinf())

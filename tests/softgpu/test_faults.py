@@ -20,8 +20,7 @@ def test_fault_is_answered(recorded, fault):
     for seed in (None, 1, 2, 3):
         try:
             differences = case.again(fault.kernel, fault.edit, seed=seed)
-        except fault.answers as diagnosis:
-            assert str(diagnosis)
+        except fault.answers:
             return
         if max(differences.values()) > 0.05:
             assert fault.wrong, f"a wrong number where a diagnosis was due, differences {differences}"

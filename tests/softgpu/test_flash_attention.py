@@ -23,7 +23,9 @@ CASES = {
     "full MHA, ragged": dict(lengths_q=RAGGED, heads=2, heads_kv=2, varlen=True, backward=True),
 }
 MORE = {
-    "one-CTA backward": ("sm_100a", "_fa_disable_2cta_enabled", dict(lengths_q=[256], heads=2, heads_kv=1, backward=True)),
+    "one-CTA backward": (
+        "sm_100a", "_fa_disable_2cta_enabled", dict(lengths_q=[256], heads=2, heads_kv=1, backward=True),
+    ),
     "two-CTA forward": ("sm_100a", None, dict(lengths_q=[512], heads=1, heads_kv=1)),
     "work stealing (cluster launch control)": (
         "sm_100a", "_fa_clc_enabled", dict(lengths_q=[256, 256], heads=3, heads_kv=3, causal=True),

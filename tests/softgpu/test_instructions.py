@@ -110,7 +110,8 @@ def test_directed_rounding(mode):
 
 def test_packed_pairs():
     got = lanes(
-        "mov.b64 %d30, {%r10, %r11}; mov.b64 %d31, {%r11, %r10}; fma.rn.f32x2 %d32, %d30, %d31, %d30; mov.b64 {%r2, %r1}, %d32;",
+        "mov.b64 %d30, {%r10, %r11}; mov.b64 %d31, {%r11, %r10}; fma.rn.f32x2 %d32, %d30, %d31, %d30; "
+        "mov.b64 {%r2, %r1}, %d32;",
         FLOATS, OTHERS, out=np.float32,
     )  # fmt: skip
     want = (FLOATS.astype(np.float64) * OTHERS + OTHERS).astype(np.float32)

@@ -42,7 +42,8 @@ def test_scopes_of_braces_have_their_own_names():
         AT
         + """
 	mov.u32 %r1, 5;
-	{ .reg .b32 x; .reg .pred p; mov.u32 x, 7; setp.eq.u32 p, x, 7; @p bra HERE; mov.u32 %r1, 0; HERE: add.u32 %r1, %r1, x; }
+	{ .reg .b32 x; .reg .pred p;
+	mov.u32 x, 7; setp.eq.u32 p, x, 7; @p bra HERE; mov.u32 %r1, 0; HERE: add.u32 %r1, %r1, x; }
 	{ .reg .b32 x; mov.u32 x, 9; bra HERE; HERE: add.u32 %r1, %r1, x; }
 	st.global.u32 [%d21], %r1;"""
     )
@@ -219,7 +220,7 @@ def test_tensor_memory_rules():
         go("tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r5}, [%r2+2097152];")
     with pytest.raises(softgpu.TensorMemoryMisuse, match="power of two"):
         go("", 48)
-    with pytest.raises(softgpu.SoftGPUError, match="no tcgen05.wait::st"):
+    with pytest.raises(softgpu.SoftGPUError, match=r"no tcgen05\.wait::st"):
         go("tcgen05.st.sync.aligned.32x32b.x1.b32 [%r2], {%r0};")
 
 

@@ -21,8 +21,8 @@ REGS = ".reg .pred %p<4>; .reg .b32 %r<40>; .reg .b64 %d<9>; .reg .f32 %f<9>;\n"
 
 def test_operand_forms():
     k = kernel(
-        REGS
-        + "@!%p1 ld.global.v2.b32 {%r1, _}, [%d2+-8];\nshfl.sync.idx.b32 %r1|%p2, %r3, 0x1f, -1, 0f3F800000;\nsetp.eq.and.b32 %p1, %r1, 3, !%p2;"
+        REGS + "@!%p1 ld.global.v2.b32 {%r1, _}, [%d2+-8];\nshfl.sync.idx.b32 %r1|%p2, %r3, 0x1f, -1, 0f3F800000;\n"
+        "setp.eq.and.b32 %p1, %r1, 3, !%p2;"
     )
     load, shuffle, compare = k.instrs
     assert load.guard == (Reg("%p1", 1), True)
@@ -36,8 +36,8 @@ def test_operand_forms():
 
 def test_tensor_coordinates():
     k = kernel(
-        REGS
-        + "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r1+16], [%d1, {%r2, %r3}], [%r4];"
+        REGS + "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes "
+        "[%r1+16], [%d1, {%r2, %r3}], [%r4];"
     )
     assert k.instrs[0].operands[1] == Mem(Reg("%d1", 64), 0, (Vec((Reg("%r2", 32), Reg("%r3", 32))),))
 

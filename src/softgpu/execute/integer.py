@@ -188,12 +188,9 @@ def shift_right(a, n):
 @emits("shf")
 def funnel(g, i):
     _, direction, mode, _ = i.parts
-    d, a, b, c = i.operands
-    g.dst(
-        d,
-        "u4",
-        f"{g.use(funnel_shift)}({g.src(a, 'u4')}, {g.src(b, 'u4')}, {g.src(c, 'u4')}, {direction == 'l'}, {mode == 'clamp'})",
-    )
+    d, *args = i.operands
+    texts = ", ".join(g.src(x, "u4") for x in args)
+    g.dst(d, "u4", f"{g.use(funnel_shift)}({texts}, {direction == 'l'}, {mode == 'clamp'})")
 
 
 def funnel_shift(low, high, n, left, clamp):

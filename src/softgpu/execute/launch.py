@@ -16,7 +16,8 @@ def cluster_launch_control(g, i):
         multicast = any(p.startswith("multicast") for p in i.parts)
         target, bar = i.operands[:2]
         g.line(
-            f"{g.use(try_cancel)}(f, {g.address(target)}, {g.address(bar)}, {multicast}, {(i.line, i.text)!r}, {g.mask})"
+            f"{g.use(try_cancel)}(f, {g.address(target)}, {g.address(bar)}, {multicast}, "
+            f"{(i.line, i.text)!r}, {g.mask})"
         )
         return
     if i.parts[1] != "query_cancel":

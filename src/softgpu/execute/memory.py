@@ -139,7 +139,7 @@ def store(g, i):
     asynchronous = "async" in i.parts
     if asynchronous:
         raise g.unsupported("st.async is not supported")
-    space, vector, kind = _form(g, i.parts[1:])
+    space, _vector, kind = _form(g, i.parts[1:])
     bits = TYPE_BITS[kind]
     target, value = i.operands[:2]
     if bits == 128:

@@ -57,7 +57,7 @@ def _pack(g, d, items, kind: str) -> None:
             names.append(name)
         g.define_halves(d, *names, code="u4")
         return
-    code, wide = RAW[each] if each in RAW else "u1", type_code(kind).replace("s", "u").replace("f", "u")
+    code, wide = RAW.get(each, "u1"), type_code(kind).replace("s", "u").replace("f", "u")
     dtype = DTYPES[wide].name
     parts = []
     for n, item in enumerate(items):

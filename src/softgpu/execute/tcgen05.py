@@ -334,7 +334,8 @@ def _mma(g, i, group):
     keep = g.const(enable.value, "p") if isinstance(enable, Imm) else g.src(enable, "p")
     plan = g.use(Plan(kind, group, block, from_tensor, (i.line, i.text[:120])))
     g.line(
-        f"{g.use(mma)}(f, {plan}, {g.address(d)}, {a_text}, {g.src(b, 'u8')}, {g.src(idesc, 'u4')}, {scales}, {disable}, "
+        f"{g.use(mma)}(f, {plan}, {g.address(d)}, {a_text}, {g.src(b, 'u8')}, {g.src(idesc, 'u4')}, {scales}, "
+        f"{disable}, "
         f"{keep}, {g.mask})"
     )
 
@@ -401,7 +402,8 @@ class Product:
         names = _F16 if plan.kind == "f16" else _MINI if plan.kind in ("f8f6f4", "mxf8f6f4") else {1: "e2m1", 5: "e2m1"}
         if idesc.a_format not in names or idesc.b_format not in names:
             raise DescriptorError(
-                f"instruction descriptor {bits:#010x}: operand formats {idesc.a_format}, {idesc.b_format} do not fit {plan.kind}"
+                f"instruction descriptor {bits:#010x}: operand formats {idesc.a_format}, {idesc.b_format} do not "
+                f"fit {plan.kind}"
             )
         if idesc.d_format != 1:
             raise DescriptorError(f"instruction descriptor {bits:#010x}: only float32 accumulators are supported")

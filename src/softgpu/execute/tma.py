@@ -90,7 +90,8 @@ def _bulk(g, i, parts, reduce: bool):
             size, bar = ops[2], ops[3]
             mask_text = g.src(ops[4], "u2") if multicast else "None"
             g.line(
-                f"{g.use(bulk_load)}(f, {note}, {g.address(target)}, {g.address(source_op, 'u8')}, {g.src(size, 'u4')}, "
+                f"{g.use(bulk_load)}(f, {note}, {g.address(target)}, {g.address(source_op, 'u8')}, "
+                f"{g.src(size, 'u4')}, "
                 f"{g.address(bar)}, {mask_text}, {g.mask})"
             )
     elif to == "global" and source.startswith("shared"):
@@ -98,11 +99,13 @@ def _bulk(g, i, parts, reduce: bool):
         if tensor:
             coords = ", ".join(g.src(c, "s4") for c in target.coords[0].items)
             g.line(
-                f"{g.use(tensor_store)}(f, {note}, {g.address(target, 'u8')}, ({coords},), {g.address(source_op)}, {op!r}, {g.mask})"
+                f"{g.use(tensor_store)}(f, {note}, {g.address(target, 'u8')}, ({coords},), "
+                f"{g.address(source_op)}, {op!r}, {g.mask})"
             )
         else:
             g.line(
-                f"{g.use(bulk_store)}(f, {note}, {g.address(target, 'u8')}, {g.address(source_op)}, {g.src(ops[2], 'u4')}, "
+                f"{g.use(bulk_store)}(f, {note}, {g.address(target, 'u8')}, {g.address(source_op)}, "
+                f"{g.src(ops[2], 'u4')}, "
                 f"{op!r}, {kind!r}, {g.mask})"
             )
     elif to == "shared::cluster" and source.startswith("shared") and not tensor and not reduce:
@@ -135,7 +138,7 @@ class Operation:
 
 def _each(f, mask, *vectors):
     for lane in f.select(mask):
-        yield (int(lane),) + tuple(int(v[0] if v.size == 1 else v[lane]) for v in vectors)
+        yield (int(lane), *tuple(int(v[0] if v.size == 1 else v[lane]) for v in vectors))
 
 
 def _map_bytes(f, address: int) -> bytes:
@@ -155,7 +158,7 @@ def _region(tensor: TensorMap, coords):
     inside, start = [], []
     for c, size, box, step in zip(coords, tensor.dims, tensor.box, tensor.steps, strict=True):
         count = -(-box // step)
-        first = max(0, -(-(-c) // step)) if c < 0 else 0
+        first = max(0, -(c // step)) if c < 0 else 0
         last = max(first, min(count, -(-(size - c) // step)))
         inside.append(slice(first, last))
         start.append(c + first * step)
@@ -176,7 +179,7 @@ def _global_view(f, tensor: TensorMap, start, inside):
     flat = f.cta.launch.memory.bytes_at(at, span)
     strides = [step * s for step, s in zip(tensor.steps, tensor.strides, strict=True)]
     base = np.lib.stride_tricks.as_strided(
-        flat, shape=tuple(reversed(counts)) + (tensor.unit,), strides=tuple(reversed(strides)) + (1,)
+        flat, shape=(*tuple(reversed(counts)), tensor.unit), strides=(*tuple(reversed(strides)), 1)
     )
     return base
 
@@ -243,7 +246,7 @@ def tensor_load(f, note, target, tmap, coords, bar, multicast, group, mask):
 
         def run(tensor=tensor, where=where, shape=shape, size=size, plans=plans):
             inside, start = _region(tensor, where)
-            data = np.zeros(tuple(reversed(shape)) + (tensor.unit,), np.uint8)
+            data = np.zeros((*tuple(reversed(shape)), tensor.unit), np.uint8)
             if tensor.nan_fill:
                 data[...] = 255
             if all(s.stop > s.start for s in inside):
@@ -338,7 +341,7 @@ def tensor_store(f, note, tmap, coords, source, op, mask):
             cta.shared.check_valid(chunks, "tensor store")
             inside, start = _region(tensor, where)
             if all(s.stop > s.start for s in inside):
-                data = cta.shared.chunks[chunks].reshape(tuple(reversed(shape)) + (tensor.unit,))
+                data = cta.shared.chunks[chunks].reshape((*tuple(reversed(shape)), tensor.unit))
                 view = _global_view(f, tensor, start, inside)
                 part = data[tuple(reversed(inside))]
                 view[...] = part if op is None else _reduced(view, part, op, tensor.kind)

@@ -26,7 +26,8 @@ def _members(f, members, what: str) -> np.ndarray:
     if missing.any():
         warp = int(np.flatnonzero(missing.any(1))[0])
         raise BarrierMisuse(
-            f"{what}: lanes {np.flatnonzero(missing[warp]).tolist()} of warp {f.gang.first_warp + warp} are named by the "
+            f"{what}: lanes {np.flatnonzero(missing[warp]).tolist()} of warp {f.gang.first_warp + warp} are named "
+            "by the "
             "member mask and do not take part"
         )
     return on

@@ -45,7 +45,7 @@ def _product(g, i):
         raise g.unsupported("the depth does not fit the type")
     d, a, b, scale_d, *rest = i.operands
     rest = [r.value for r in rest]
-    signs = (rest + [1, 1])[:2]
+    signs = ([*rest, 1, 1])[:2]
     transposed = tuple(rest[2:]) if len(rest) > 2 else ()
     if isinstance(a, Vec):
         a_major, b_major = 0, transposed[0] if transposed else 0
@@ -135,7 +135,7 @@ class Product:
         product = a @ b.T
         if plan.signs[0] * plan.signs[1] < 0:
             product = -product
-        # [warp, half, group, column block, thread in group, pair] → registers [block, half, pair] × lanes [warp, group, thread]
+        # [warp, half, group, column block, thread, pair] → registers [block, half, pair] × lanes [warp, group, thread]
         tile = product.reshape(4, 2, 8, plan.n // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(plan.n // 2, 128)
         file = self.gang.files[32].view(np.float32)
         if self.keep:
