@@ -1,4 +1,4 @@
-"""Draw the layout pictures of docs/softgpu.md from softgpu itself: ``PYTHONPATH=src python docs/softgpu/pictures.py``."""
+"""Draw the layout pictures of docs/softgpu.md: ``PYTHONPATH=src python docs/softgpu/pictures.py``."""
 
 from __future__ import annotations
 

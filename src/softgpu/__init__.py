@@ -7,7 +7,7 @@ right, whether the kernel always finishes, and whether it touches only what it m
 from __future__ import annotations
 
 from .checks import ALL, NONE, Checks
-from .driver import Device, Report, SoftFunction
+from .driver import Device, Report, SoftFunction, run
 from .errors import (
     AsyncRace,
     BarrierMisuse,
@@ -44,4 +44,5 @@ __all__ = [
     "UninitialisedRead",
     "UnsupportedInstruction",
     "parse",
+    "run",
 ]

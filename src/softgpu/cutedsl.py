@@ -14,25 +14,32 @@ from pathlib import Path
 from .driver import Device, SoftFunction
 
 
-def compile_for(device: Device, arch: str, original, *args, options: str = "", edit=None, **kwargs) -> SoftFunction:
-    """Compile with ``original`` (``cute.compile``) for ``arch`` such as ``sm_90a`` and load the result.
+def load_compiled(device: Device, compiled, edit=None) -> SoftFunction:
+    """A function that ``cute.compile`` made with ``--enable-tvm-ffi --keep-ptx``, to run on ``device``.
 
     ``edit`` may change the PTX text before it is run (for fault injection).
     """
+    found = compiled.artifacts.PTX
+    if not found:
+        raise ValueError("compiled has no PTX: compile it with --keep-ptx (or CUTE_DSL_KEEP=ptx)")
+    text = found.decode() if isinstance(found, bytes) else str(found)
+    if "\n" not in text:
+        text = Path(text).read_text()
+    # NUL bytes end the text that the compiler keeps
+    text = text.rstrip("\0")
+    with tempfile.TemporaryDirectory(prefix="softgpu-") as folder:
+        target = Path(folder) / "kernel.o"
+        compiled.export_to_c(object_file_path=str(target), function_name="func", export_only_tvm_ffi_symbols=True)
+        return device.load(target, edit(text) if edit else text)
+
+
+def compile_for(device: Device, arch: str, original, *args, options: str = "", edit=None, **kwargs) -> SoftFunction:
+    """Compile with ``original`` (``cute.compile``) for ``arch`` such as ``sm_90a`` and load the result."""
     with tempfile.TemporaryDirectory(prefix="softgpu-") as folder:
         flags = f"{options} --gpu-arch {arch} --keep-ptx --dump-dir={folder}".strip()
         if "--enable-tvm-ffi" not in flags:
             flags = "--enable-tvm-ffi " + flags
-        compiled = original(*args, options=flags, **kwargs)
-        found = compiled.artifacts.PTX
-        text = found.decode() if isinstance(found, bytes) else str(found)
-        if "\n" not in text:
-            text = Path(text).read_text()
-        target = Path(folder) / "kernel.o"
-        compiled.export_to_c(object_file_path=str(target), function_name="func", export_only_tvm_ffi_symbols=True)
-        # NUL bytes end the text that the compiler keeps
-        text = text.rstrip("\0")
-        return device.load(target, edit(text) if edit else text)
+        return load_compiled(device, original(*args, options=flags, **kwargs), edit)
 
 
 class _Compile:

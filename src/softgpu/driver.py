@@ -146,6 +146,27 @@ class Device:
             return SoftFunction(self, _link(Path(object_file), Path(folder)), ptx, function)
 
 
+def run(kernel, *args, device: Device | None = None, ptx: str | None = None, function: str = "func") -> Device:
+    """Run a compiled kernel once on host tensors; gives the device, whose last report describes the run.
+
+    ``kernel`` is a ``SoftFunction``, what ``cute.compile`` made (with ``--enable-tvm-ffi --keep-ptx``), or the path of
+    an object exported by the CuTe DSL, whose PTX is ``ptx`` or lies beside it with the suffix ``.ptx``.
+    """
+    device = device or Device()
+    if isinstance(kernel, SoftFunction):
+        kernel.with_ptx(kernel.ptx, device)(*args)
+    elif hasattr(kernel, "export_to_c"):
+        from .cutedsl import load_compiled
+
+        load_compiled(device, kernel)(*args)
+    elif isinstance(kernel, str | os.PathLike):
+        path = Path(kernel)
+        device.load(path, path.with_suffix(".ptx").read_text() if ptx is None else ptx, function)(*args)
+    else:
+        raise TypeError(f"kernel must be a compiled function or an object file, not {type(kernel).__name__}")
+    return device
+
+
 def _extent(array) -> tuple[int, int]:
     """(address, bytes) of a NumPy array or torch tensor's elements, the whole storage for tensors."""
     if hasattr(array, "untyped_storage"):

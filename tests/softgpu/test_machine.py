@@ -271,3 +271,12 @@ WAIT:
 END:"""
     run(body, data, out, threads=128, shared=2048, target="sm_100a")
     assert (out.reshape(4, 32, 4) == data.reshape(32, 4)).all()
+
+
+def test_fixtures_give_devices_of_both_orders(soft_device, soft_device_shuffled):
+    assert soft_device.seed is None
+    assert soft_device_shuffled.seed in (1, 2)
+    for device in (soft_device, soft_device_shuffled):
+        x, y = bulk(device=device)
+        assert (y == x + 1).all()
+        assert len(device.reports) == 1

@@ -1,0 +1,88 @@
+"""From compiled functions and exported objects to runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import softgpu
+
+cutlass = pytest.importorskip("cutlass")
+cute = pytest.importorskip("cutlass.cute")
+
+from softgpu.cutedsl import compiling
+
+pytestmark = pytest.mark.slow
+
+
+@cute.kernel
+def add_kernel(a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, n: cutlass.Int32):
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    i = block * 64 + thread
+    if i < n:
+        c[i] = a[i] + b[i]
+
+
+@cute.jit
+def add(a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, n: cutlass.Int32, stream):
+    add_kernel(a, b, c, n).launch(grid=[cute.ceil_div(n, 64), 1, 1], block=[64, 1, 1], stream=stream)
+
+
+def fake():
+    length = cute.sym_int()
+    tensors = [cute.runtime.make_fake_compact_tensor(cutlass.Float32, (length,), assumed_align=16) for _ in range(3)]
+    return (*tensors, cutlass.Int32(0), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True))
+
+
+def check(function, n=100):
+    a, b, c = torch.randn(n), torch.randn(n), torch.zeros(n)
+    function(a, b, c, n)
+    assert torch.equal(c, a + b)
+
+
+def test_compiled_in_the_context():
+    device = softgpu.Device()
+    with compiling(device, "sm_90a"):
+        function = cute.compile(add, *fake())
+    check(function)
+    assert device.reports[-1].grid == (2, 1, 1)
+    assert device.reports[-1].opcodes["add.f32"] == 4
+    with pytest.raises(softgpu.OutOfBounds, match="argument"):
+        function(torch.zeros(100), torch.zeros(100), torch.zeros(100), 10000)
+
+
+def test_run_takes_objects_and_compiled_functions(tmp_path):
+    compiled = cute.compile(
+        add, *fake(), options=f"--enable-tvm-ffi --gpu-arch sm_100a --keep-ptx --dump-dir={tmp_path}"
+    )
+    check(lambda *args: softgpu.run(compiled, *args))
+    target = tmp_path / "add.o"
+    compiled.export_to_c(object_file_path=str(target), function_name="func", export_only_tvm_ffi_symbols=True)
+    text = compiled.artifacts.PTX
+    target.with_suffix(".ptx").write_text((text if "\n" in text else open(text).read()).rstrip("\0"))
+    check(lambda *args: softgpu.run(target, *args))
+    with pytest.raises(TypeError, match="kernel must be"):
+        softgpu.run(3)
+
+
+def test_unreadable_targets_are_refused():
+    with pytest.raises(ValueError, match="arch must look like"), compiling(softgpu.Device(), "hopper"):
+        pass
+
+
+def test_launch_checks_its_arguments():
+    device = softgpu.Device()
+    text = ".version 9.0\n.target sm_90a\n.address_size 64\n.visible .entry k(.param .u64 p)\n.reqntid 32\n{ ret; }\n"
+    with pytest.raises(ValueError, match="params has 4 bytes, the kernel takes 8"):
+        device.launch(text, (1, 1, 1), (32, 1, 1), bytes(4))
+    with pytest.raises(ValueError, match="'other' is not in the module"):
+        device.launch(text, (1, 1, 1), (32, 1, 1), bytes(8), kernel="other")
+    with pytest.raises(softgpu.SoftGPUError, match=r"\.reqntid"):
+        device.launch(text, (1, 1, 1), (64, 1, 1), bytes(8))
+    with pytest.raises(softgpu.SoftGPUError, match="multiple of cluster"):
+        device.launch(text, (3, 1, 1), (32, 1, 1), bytes(8), cluster=(2, 1, 1))
+    with pytest.raises(softgpu.SoftGPUError, match="shared memory requested"):
+        device.launch(text, (1, 1, 1), (32, 1, 1), bytes(8), dynamic_shared=1 << 20)
+    with pytest.raises(TypeError, match="buffer must be"):
+        device.register([1, 2, 3])
