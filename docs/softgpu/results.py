@@ -25,8 +25,8 @@ def attention(arch: str, name: str, case: dict) -> None:
     errors = ", ".join(f"{n} {e:.1e}" for n, e in recorded.errors.items())
     kind = "forward + backward" if case.get("backward") else "forward"
     lengths = "+".join(map(str, case["lengths_q"]))
-    print(f"| FlashAttention-4 {kind}, {name} | {arch} | {lengths} tokens, {case['heads']}/{case['heads_kv']} heads | {errors} |"
-          f" {sum(seconds):.1f} |", flush=True)  # fmt: skip
+    size = f"{lengths} tokens, {case['heads']}/{case['heads_kv']} heads"
+    print(f"| FlashAttention-4 {kind}, {name} | {arch} | {size} | {errors} | {sum(seconds):.1f} |", flush=True)
 
 
 def main() -> None:
@@ -47,8 +47,11 @@ def main() -> None:
             device = Device()
             difference, _ = dot_scaled.run(device, recipe, *shape)
             m, n, k, bm, bn, bk = shape
-            print(f"| Triton `dot_scaled`, {recipe} | sm_100a | {m}×{n}×{k}, tiles {bm}×{bn}×{bk} | {difference:.1e} |"
-                  f" {device.reports[0].seconds:.1f} |", flush=True)  # fmt: skip
+            size = f"{m}×{n}×{k}, tiles {bm}×{bn}×{bk}"
+            seconds = device.reports[0].seconds
+            print(
+                f"| Triton `dot_scaled`, {recipe} | sm_100a | {size} | {difference:.1e} | {seconds:.1f} |", flush=True
+            )
 
 
 if __name__ == "__main__":

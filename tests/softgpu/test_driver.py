@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import softgpu
+from softgpu.cutedsl import compiling
 
 cutlass = pytest.importorskip("cutlass")
 cute = pytest.importorskip("cutlass.cute")
-
-from softgpu.cutedsl import compiling
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +61,7 @@ def test_run_takes_objects_and_compiled_functions(tmp_path):
     target = tmp_path / "add.o"
     compiled.export_to_c(object_file_path=str(target), function_name="func", export_only_tvm_ffi_symbols=True)
     text = compiled.artifacts.PTX
-    target.with_suffix(".ptx").write_text((text if "\n" in text else open(text).read()).rstrip("\0"))
+    target.with_suffix(".ptx").write_text((text if "\n" in text else Path(text).read_text()).rstrip("\0"))
     check(lambda *args: softgpu.run(target, *args))
     with pytest.raises(TypeError, match="kernel must be"):
         softgpu.run(3)
