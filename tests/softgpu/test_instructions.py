@@ -209,3 +209,30 @@ def test_matrix_loads_are_transposes_of_each_other():
     tile = np.arange(64, dtype=np.uint16).reshape(8, 8)
     assert (out[0].view(np.uint16).reshape(8, 8) == tile).all()
     assert (out[1].view(np.uint16).reshape(8, 8) == tile.T).all()
+
+
+def test_stochastic_rounding_is_between_neighbours_and_unbiased():
+    n = 4096
+    x = np.full(n, 1.30078125, np.float32)
+    bits = np.random.default_rng(1).integers(0, 1 << 32, n, dtype=np.uint64).astype(np.uint32)
+    table = DECODE["e4m3"]
+    parts = [slice(k, k + 1024) for k in range(0, n, 1024)]
+    text = "cvt.rs.satfinite.e4m3x4.f32 %r1, {%r10, %r10, %r10, %r10}, %r11;"
+    got = np.concatenate([lanes(text, x[p], bits[p], target="sm_100a") for p in parts])
+    values = table[got.view(np.uint8).reshape(n, 4)]
+    assert set(np.unique(values)) == {1.25, 1.375}
+    assert np.abs(values.mean(0) - x[0]).max() < 0.005
+    assert (table[lanes(text, x[:64], bits[:64] * 0, target="sm_100a").view(np.uint8)] == 1.25).all()
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("bf16x2", 7), ("f16x2", 10)])
+def test_stochastic_rounding_adds_the_bits_it_is_given(kind, kept):
+    x = np.full(64, 1 + 2.0**-kept * 0.625, np.float32)
+    count = 23 - kept
+    limit = (1 << count) - int(0.625 * (1 << count))
+    for random, up in ((0, False), (limit - 1, False), (limit, True), ((1 << count) - 1, True)):
+        bits = np.full(64, random << 16, np.uint32)
+        got = lanes(f"cvt.rs.{kind}.f32 %r1, %r10, %r10, %r11;", x, bits, target="sm_100a")
+        one = 0x3F80 if kind == "bf16x2" else 0x3C00
+        assert (got >> 16 == one + up).all()
+        assert (got & 0xFFFF == one).all()

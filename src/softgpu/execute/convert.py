@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..formats import DECODE, bf16_to_f32, encode, encode_ue8m0, f32_to_bf16
+from ..formats import DECODE, MINIFLOATS, bf16_to_f32, encode, encode_ue8m0, f32_to_bf16
 from ..ptx import Imm, Reg
 from ..translate import DTYPES, emits, type_code
 from .floating import half_source, round_down, round_up, round_zero
@@ -37,7 +37,12 @@ def convert(g, i):
 
 
 def _pack_halves(g, d, args, to, flags):
-    if flags - {"rn", "rz", "relu", "satfinite"}:
+    if "rs" in flags and not flags - {"rs", "relu"}:
+        a, b, bits = g.src(args[0], "f4"), g.src(args[1], "f4"), g.src(args[2], "u4")
+        text = f"{g.use(pack_halves_stochastic)}({a}, {b}, {bits}, {to == 'bf16x2'}, {'relu' in flags})"
+        g.dst(d, "u4", text)
+        return
+    if flags - {"rn", "rz", "relu"} or (to == "f16x2" and "rz" in flags):
         raise g.unsupported("this rounding is not supported")
     a, b = (g.src(x, "f4") for x in args[:2])
     g.dst(d, "u4", f"{g.use(pack_halves)}({a}, {b}, {to == 'bf16x2'}, {'relu' in flags}, {'rz' in flags})")
@@ -59,7 +64,6 @@ def pack_halves(a, b, bf16, relu, towards_zero):
 
 def _pack_mini(g, d, args, to, source, flags):
     name = _X2[to]
-    out_bits = 8 if name == "e2m1" else 16
     if source == "f32":
         a, b = (g.src(x, "f4") for x in args[:2])
     elif source in ("f16x2", "bf16x2"):
@@ -76,11 +80,8 @@ def _pack_mini(g, d, args, to, source, flags):
         if "rn" not in flags or "satfinite" not in flags:
             raise g.unsupported(".rn.satfinite is expected")
         text = f"{g.use(pack_mini)}({a}, {b}, '{name}', {'relu' in flags})"
-    if out_bits == 8 and isinstance(d, Reg) and d.bits == 16:
-        # .b8 destinations are 16-bit registers in practice; the byte lands in the low half
-        g.dst(d, "u2", text)
-    else:
-        g.dst(d, "u2", text)
+    # .b8 results sit in the low half of a 16-bit register
+    g.dst(d, "u2", text)
 
 
 def unpack_halves(raw, bf16):
@@ -128,15 +129,20 @@ def _pack_stochastic(g, d, args, to, flags):
         raise g.unsupported(".rs.satfinite is expected")
     values = [g.src(x, "f4") for x in args[0].items]
     bits = g.src(args[1], "u4")
+    g.line(f"f.cta.launch.note({STOCHASTIC!r})")
     text = f"{g.use(pack_stochastic)}(({', '.join(values)}), {bits}, '{to[:-2]}', {'relu' in flags})"
     g.dst(d, "u2" if to == "e2m1x4" else "u4", text)
 
 
-def pack_stochastic(values, bits, name, relu):
-    """Four float32 to four codes with stochastic rounding (PTX ISA 9.7.9.22).
+#: said in the report of a run that used one of these instructions
+STOCHASTIC = "cvt.rs to four elements: which random bits an element uses is softgpu's own choice, not the chip's"
 
-    The discarded fraction of each value, in units of its last place, is compared with a random fraction: its
-    random byte for operands one and three comes from the low half of ``bits``, for two and four from the high.
+
+def pack_stochastic(values, bits, name, relu):
+    """Four float32 to four codes with stochastic rounding (PTX ISA 9.7.9.22); the first takes the top.
+
+    A value goes away from zero when its discarded fraction plus a random fraction reaches one. Two elements share each
+    half of ``bits``: one takes all 16, the other the lower 8 of them.
     """
     each = 4 if name == "e2m1" else 8
     out = 0
@@ -155,10 +161,33 @@ def pack_stochastic(values, bits, name, relu):
     return out.astype(np.uint16) if name == "e2m1" else out
 
 
+def pack_halves_stochastic(a, b, bits, bf16, relu):
+    """Two float32 to a packed pair with stochastic rounding; ``a`` uses the high half of the random bits.
+
+    BF16 discards 16 bits of the significand, FP16 13: as many random bits are added to them (PTX ISA 9.7.9.21).
+    """
+    out = 0
+    for shift, x in ((0, b), (16, a)):
+        if relu:
+            x = np.fmax(x, np.float32(0))
+        random = (bits >> np.uint32(shift)) & np.uint32(0xFFFF if bf16 else 0x1FFF)
+        if bf16:
+            raw = (x.view(np.uint32) + random) >> np.uint32(16)
+            raw = np.where(np.isfinite(x), raw, f32_to_bf16(x))
+        else:
+            magnitude = np.abs(x).astype(np.float64)
+            _, exponent = np.frexp(np.where(magnitude > 0, magnitude, 1.0))
+            step = np.exp2((np.maximum(exponent - 1, -14) - 10).astype(np.float64))
+            low = np.floor(magnitude / step) * step
+            up = (magnitude - low) / step + random / 8192 >= 1
+            value = np.where(np.isfinite(x), np.copysign(np.where(up, low + step, low), x), x)
+            raw = value.astype(np.float16).view(np.uint16)
+        out = out | (raw.astype(np.uint32) << np.uint32(shift))
+    return out
+
+
 def _floor_step(value, name):
     """The representable magnitude at or below |value|, and the step from there."""
-    from ..formats import MINIFLOATS
-
     _, mantissa_bits, bias, _, largest = MINIFLOATS[name]
     magnitude = np.minimum(np.abs(value).astype(np.float64), largest)
     _, exponent = np.frexp(np.where(magnitude > 0, magnitude, 1.0))

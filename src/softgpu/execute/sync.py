@@ -227,28 +227,34 @@ def inval(f, address, mask):
         del f.cta.cluster.cta_of(at).mbarriers[at & OFFSET_MASK]
 
 
+def _one(value, lanes):
+    """The value where it is the same in all the lanes, else None; absent values count as the same."""
+    if value is None or value.size == 1:
+        return value
+    picked = value[lanes]
+    return picked[:1] if (picked == picked[0]).all() else None
+
+
 def arrive(f, address, count, tx, drop, mask):
     """Arrive, with expected bytes first where given; gives the phase as the opaque state."""
     lanes = f.select(mask)
     state = np.zeros(f.n, np.uint64)
     if not lanes.size:
         return state
-    if address.size == 1 and (count is None or count.size == 1) and (tx is None or tx.size == 1):
-        bar = f.cta.mbarrier(int(address[0]))
-        state[:] = bar.phase
-        n = 1 if count is None else int(count[0])
+    at, n, bytes_ = (_one(v, lanes) for v in (address, count, tx))
+    if at is not None and (n is None) == (count is None) and (bytes_ is None) == (tx is None):
+        groups = [(lanes, at, n, bytes_)]
+    else:
+        full = [None if v is None else np.broadcast_to(v, f.n) for v in (address, count, tx)]
+        groups = [(lanes[k : k + 1], *(None if v is None else v[lane : lane + 1] for v in full))
+                  for k, lane in enumerate(lanes)]  # fmt: skip
+    for members, at, n, bytes_ in groups:
+        bar = f.cta.mbarrier(int(at[0]))
+        state[members] = bar.phase
+        arrivals = members.size * (1 if n is None else int(n[0]))
         if drop:
-            bar.expected -= n * lanes.size
-        bar.arrive(n * lanes.size, 0 if tx is None else int(tx[0]) * lanes.size)
-        return state
-    address = np.broadcast_to(address, f.n)
-    for lane in lanes:
-        bar = f.cta.mbarrier(int(address[lane]))
-        state[lane] = bar.phase
-        n = 1 if count is None else int(np.broadcast_to(count, f.n)[lane])
-        if drop:
-            bar.expected -= n
-        bar.arrive(n, 0 if tx is None else int(np.broadcast_to(tx, f.n)[lane]))
+            bar.expected -= arrivals
+        bar.arrive(arrivals, 0 if bytes_ is None else int(bytes_[0]) * members.size)
     return state
 
 
@@ -269,6 +275,9 @@ def wait(f, address, value, parity, test, mask):
         return out
     expired, f.expired = f.expired, False
     pending = None
+    at, goal = _one(address, lanes), _one(value, lanes)
+    if at is not None and goal is not None:
+        address, value = at, goal
     if address.size == 1 and value.size == 1:
         bar = f.cta.mbarrier(int(address[0]))
         ok = bar.done(int(value[0])) if parity else bar.phase > int(value[0])
