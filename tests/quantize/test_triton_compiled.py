@@ -35,6 +35,7 @@ def test_compiles_without_a_gpu(chip, tmp_path):
     for r in records:
         assert r["target"] == f"sm_{chip}a"
         assert r["stack"] + r["local"] <= 32, r  # bytes per thread
-        assert r["fused"] == 0, r  # the twins round after the product and after the sum
+        # The twins round after the product and after the sum; NVFP4's quotients alone are meant to fuse.
+        assert r["fused"] == 0 or r["label"] == "fp4:64", r
     assert all(r["e4m3"] for r in records if r["label"] == "mxfp8-folded" and r["kernel"] == "_operand_kernel")
     assert all(r["wide_loads"] for r in records if r["kernel"] in ("_operand_kernel", "_gradient_kernel", "_dq_kernel"))
