@@ -54,8 +54,7 @@ from flamia.quantize.triton_operands import (
 from flamia.reference.backward import ACCUMULATOR_TARGET, lost_weight
 from flamia.worklists import UNBOUNDED, WorkLists
 
-_STEP = 32  # rows per step of a program
-_WARPS = 4
+_WARPS = 4  # per program of up to 128 channels
 _SCAN = 1024
 
 
@@ -440,7 +439,10 @@ def quantize_gradient(
     if grid[0] == 0:
         return result
     maxima = zeros.view(torch.int32)
-    common = dict(HEADS=heads, D=dim, W=chunk_width(dim), R=_STEP, num_warps=_WARPS if dim <= 128 else 2 * _WARPS)
+    # Rows per step: as few as still let every thread read 16 bytes of a chunk.
+    width = chunk_width(dim)
+    warps = _WARPS if dim <= 128 else 2 * _WARPS
+    common = dict(HEADS=heads, D=dim, W=width, R=max(32, warps * 256 // width), num_warps=warps)
     if four:
         _document_maxima_kernel[grid](do, do.stride(0), do.stride(1), groups, maxima[2], count, **common)
     _gradient_kernel[grid](
