@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -26,6 +27,7 @@ MEASURED = ("mxfp8", "nvfp4", "fp4")
 # The same model, data and steps through four attentions; and one made to find a leak fast (small context, many steps).
 TRAINED = ("exact", "mxfp8", "nvfp4")
 LEAKING = "leaky-fp4-keys"
+STEPS = {"tiny": 150, "probe": 300}
 
 
 def demo(
@@ -40,6 +42,8 @@ def demo(
     Writes OUT/report.html and prints a summary. Exits with 1 if the self-test fails or a promise is broken: exact
     recipes must not change a bit of the past, leaky ones must be caught.
     """
+    # Tensors this small gain nothing from a second thread, and lose much where the cores are shared.
+    torch.set_num_threads(1)
     start = time.monotonic()
     console = Console(highlight=False)
     out.mkdir(parents=True, exist_ok=True)
@@ -114,8 +118,8 @@ def _audits(console: Console) -> tuple[list[CausalityReport], list[IsolationRepo
 def _train(console: Console, steps: int | None) -> tuple[list[Result], Result]:
     """The comparable runs, and the one that looks for a leak."""
     corpus = load_corpus()
-    configs = [TrainConfig.of("tiny", recipe=recipe, steps=steps) for recipe in TRAINED]
-    configs.append(TrainConfig.of("probe", recipe=LEAKING, steps=steps))
+    chosen = [("tiny", recipe) for recipe in TRAINED] + [("probe", LEAKING)]
+    configs = [TrainConfig.of(preset, recipe=recipe, steps=steps or STEPS[preset]) for preset, recipe in chosen]
     results = []
     with _bar(console, "training", sum(c.steps for c in configs)) as advance:
         for config in configs:
@@ -149,7 +153,8 @@ def _gap(e: Evaluation) -> str:
 TRAINING = """<h2>Does a model train as well?</h2>
 <p>{{ count }} steps of a byte-level GPT ({{ parameters }} parameters) on {{ corpus }}. The same weights are then
 evaluated through the attention that they were trained with and through exact attention: a model that has found a leak
-does better through its own. The last row trains a smaller model on short documents through a scheme that leaks.</p>
+does better through its own. The last row is another model, made to find a leak within minutes (one layer, one head,
+short documents), trained through a scheme that leaks.</p>
 {{ figure }}
 <div class="scroll"><table><tr><th class="name">trained through</th><th>own attention</th><th>exact attention</th>
 <th>own - exact</th><th>loss over exact training</th></tr>

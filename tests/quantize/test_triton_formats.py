@@ -120,3 +120,37 @@ def test_exact_exponential():
     generator = torch.Generator().manual_seed(0)
     x = torch.cat((torch.randn(8192, generator=generator) * 20, torch.tensor([0.0, -float("inf"), -200.0, 127.5])))
     same(run("exp2", x, torch.float32), exp2(x))
+
+
+@triton.jit
+def _groups(x_ptr, codes_ptr, scales_ptr, R: tl.constexpr):
+    i = tl.program_id(0) * R + tl.arange(0, R)
+    x = tl.load(x_ptr + i[:, None] * 16 + tl.arange(0, 16)[None, :])
+    codes, scales = tf.nvfp4(tl.reshape(tl.trans(x), (16, R, 1)))
+    tl.store(codes_ptr + i[:, None] * 16 + tl.arange(0, 16)[None, :], tl.trans(tl.reshape(codes, (16, R))))
+    tl.store(scales_ptr + i, tl.reshape(scales, (R,)))
+
+
+def test_nvfp4_groups_round_as_divisions_do():
+    """Random groups of every magnitude, and groups whose scales or elements are ties or their neighbours."""
+    from flamia.quantize.reference import _nvfp4
+
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(3072, 16, generator=g) * 2.0 ** torch.randint(-40, 30, (3072, 1), generator=g)
+    scales = formats.decode_e4m3(torch.arange(1, 127, dtype=torch.uint8))
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    near = (scales.view(-1, 1) * ties).view(torch.int32)
+    near = torch.cat([(near + d).view(torch.float32) for d in (-1, 0, 1)] * 2, 1)[:, :15]
+    exact = torch.cat((near, 6 * scales.view(-1, 1)), 1)  # the largest element makes the scale
+    middle = ((scales[1:] + scales[:-1]) * 3).view(torch.int32).view(-1, 1) + torch.tensor(
+        [-1, 0, 1], dtype=torch.int32
+    )
+    middle = torch.cat((middle.view(torch.float32).reshape(-1, 1), torch.randn(375, 15, generator=g)), 1)
+    x = torch.cat((x, exact, -exact, middle, torch.zeros(1, 16)))
+    x = torch.cat((x, torch.zeros(-len(x) % 512, 16)))
+    codes = torch.empty(x.shape, dtype=torch.int32, device=DEVICE)
+    found = torch.empty(len(x), dtype=torch.uint8, device=DEVICE)
+    _groups[(len(x) // 512,)](x.to(DEVICE), codes, found, 512, **tf.EXACT)
+    expected, expected_scales = _nvfp4(x)
+    same(found.cpu(), expected_scales)
+    same(codes.cpu(), expected)

@@ -181,8 +181,8 @@ def gradients_twin(plan, case, payloads, dlse, columns):
     return seen["items"], seen["delta"], seen["norms"][..., 0], seen["norms"]
 
 
-def run_gradients(recipe, case, kv, ratio, dim, columns, dlse):
-    plan = plan_of(recipe, dim, kv * ratio, kv)
+def run_gradients(recipe, case, kv, ratio, dim, columns, dlse, right=0):
+    plan = plan_of(recipe, dim, kv * ratio, kv, None, right)
     payloads = case.forward_twin(plan, False)
     lists = work_lists(case.documents, None, 0)
     ours = prepare_backward(
@@ -193,11 +193,12 @@ def run_gradients(recipe, case, kv, ratio, dim, columns, dlse):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @few
-@given(cases(), st.booleans(), st.booleans())
-def test_gradients_are_the_twins(recipe, drawn, columns, with_dlse):
+@given(cases(), st.booleans(), st.booleans(), st.sampled_from([0, None, 3]))
+def test_gradients_are_the_twins(recipe, drawn, columns, with_dlse, right):
     case, kv, ratio, dim = drawn
     dlse = case.dlse if with_dlse else None
-    plan, payloads, _, ours, (items, delta, norm, do_norm) = run_gradients(recipe, case, kv, ratio, dim, columns, dlse)
+    plan, payloads, _, ours, twins = run_gradients(recipe, case, kv, ratio, dim, columns, dlse, right)
+    items, delta, norm, do_norm = twins
     same_payloads(ours.payloads, items)
     same(ours.norm, norm.contiguous(), "norm")
     same(ours.delta, delta.contiguous(), "delta")

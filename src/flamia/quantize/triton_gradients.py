@@ -49,13 +49,12 @@ from flamia.quantize.triton_operands import (
     chunk_width,
     load_chunks,
     nvfp4_column_chunk,
-    pack_rows,
+    pack_groups,
 )
 from flamia.reference.backward import ACCUMULATOR_TARGET, lost_weight
 from flamia.worklists import UNBOUNDED, WorkLists
 
-_STEP = 32  # rows per step of a program
-_WARPS = 4
+_WARPS = 4  # per program of up to 128 channels
 _SCAN = 1024
 
 
@@ -103,12 +102,11 @@ def _eight(x, o, scale, back, rows_ptr, row_mask, columns_ptr, column_mask, WITH
 @triton.jit
 def _four(x, o, scale, back, rows_ptr, scales_ptr, row_mask, R: tl.constexpr, W: tl.constexpr):
     """Store one chunk's NVFP4 codes with the second level of its rows; returns the products with o."""
-    groups = tl.reshape(x * scale, (R, W // 16, 16))
-    codes, scale_codes = nvfp4(groups, tl.max(magnitude(groups), 2)[:, :, None])
-    tl.store(rows_ptr, pack_rows(tl.reshape(codes, (R, W)), R, W), row_mask)
-    tl.store(scales_ptr, tl.reshape(scale_codes, (R, W // 16)), row_mask)
-    values = decode_e2m1(codes) * tl.broadcast_to(decode_e4m3(scale_codes, COMPILED), codes.shape)
-    return tl.reshape(values, (R, W)) * back * o
+    codes, scale_codes = nvfp4(tl.permute(tl.reshape(x * scale, (R, W // 16, 16)), (2, 0, 1)))
+    tl.store(rows_ptr, pack_groups(codes, R, W // 16), row_mask)
+    tl.store(scales_ptr, scale_codes, row_mask)
+    values = decode_e2m1(codes) * decode_e4m3(scale_codes, COMPILED)[None, :, :]
+    return tl.reshape(tl.permute(values, (1, 2, 0)), (R, W)) * back * o
 
 
 @triton.jit(
@@ -441,7 +439,10 @@ def quantize_gradient(
     if grid[0] == 0:
         return result
     maxima = zeros.view(torch.int32)
-    common = dict(HEADS=heads, D=dim, W=chunk_width(dim), R=_STEP, num_warps=_WARPS if dim <= 128 else 2 * _WARPS)
+    # Rows per step: as few as still let every thread read 16 bytes of a chunk.
+    width = chunk_width(dim)
+    warps = _WARPS if dim <= 128 else 2 * _WARPS
+    common = dict(HEADS=heads, D=dim, W=width, R=max(32, warps * 256 // width), num_warps=warps)
     if four:
         _document_maxima_kernel[grid](do, do.stride(0), do.stride(1), groups, maxima[2], count, **common)
     _gradient_kernel[grid](

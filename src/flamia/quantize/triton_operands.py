@@ -34,7 +34,6 @@ from flamia.quantize.triton_formats import (
     encode_e2m1,
     encode_e4m3,
     hadamard,
-    magnitude,
     nvfp4,
     over_blocks,
     pow2,
@@ -103,31 +102,32 @@ def pack_rows(codes, R: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+def pack_groups(codes, A: tl.constexpr, B: tl.constexpr):
+    """Codes 0..15 of groups [16, A, B] -> bytes [A, 8 B], even element low."""
+    pairs = tl.permute(tl.reshape(codes, (8, 2, A, B)), (2, 3, 0, 1))
+    low, high = tl.split(pairs)
+    return tl.reshape((low | (high << 4)).to(tl.uint8), (A, B * 8))
+
+
+@triton.jit
 def nvfp4_row_chunk(x, pointer, scale_pointer, mask, R: tl.constexpr, W: tl.constexpr):
     """NVFP4 along the columns of one chunk [R, W]: bytes at pointer [R, W / 2], scales at scale_pointer [R, W / 16]."""
-    groups = tl.reshape(x, (R, W // 16, 16))
-    codes, scales = nvfp4(groups, tl.max(magnitude(groups), 2)[:, :, None])
-    tl.store(pointer, pack_rows(tl.reshape(codes, (R, W)), R, W), mask)
-    tl.store(scale_pointer, tl.reshape(scales, (R, W // 16)), mask)
+    codes, scales = nvfp4(tl.permute(tl.reshape(x, (R, W // 16, 16)), (2, 0, 1)))
+    tl.store(pointer, pack_groups(codes, R, W // 16), mask)
+    tl.store(scale_pointer, scales, mask)
 
 
 @triton.jit
 def nvfp4_column_chunk(x, pointer, scale_pointer, mask, R: tl.constexpr, W: tl.constexpr):
     """NVFP4 along the rows of one chunk [R, W]: bytes at pointer [W, R / 2], scales at scale_pointer [W, R / 16].
 
-    mask: positions to write [1, R / 32], or None for all.
+    mask: positions to write [1, R / 32].
     """
-    groups = tl.reshape(tl.trans(x), (W, R // 16, 16))
-    codes, scales = nvfp4(groups, tl.max(magnitude(groups), 2)[:, :, None])
-    packed = pack_rows(tl.reshape(codes, (W, R)), W, R)
-    if mask is None:
-        tl.store(pointer, packed)
-        tl.store(scale_pointer, tl.reshape(scales, (W, R // 16)))
-    else:
-        wide = tl.reshape(tl.broadcast_to(mask[:, :, None], (1, R // 32, 16)), (1, R // 2))
-        tl.store(pointer, packed, wide)
-        few = tl.reshape(tl.broadcast_to(mask[:, :, None], (1, R // 32, 2)), (1, R // 16))
-        tl.store(scale_pointer, tl.reshape(scales, (W, R // 16)), few)
+    codes, scales = nvfp4(tl.permute(tl.reshape(x, (R // 16, 16, W)), (1, 2, 0)))
+    wide = tl.reshape(tl.broadcast_to(mask[:, :, None], (1, R // 32, 16)), (1, R // 2))
+    tl.store(pointer, pack_groups(codes, W, R // 16), wide)
+    few = tl.reshape(tl.broadcast_to(mask[:, :, None], (1, R // 32, 2)), (1, R // 16))
+    tl.store(scale_pointer, scales, few)
 
 
 @triton.jit
