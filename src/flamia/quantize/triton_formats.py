@@ -135,9 +135,9 @@ def decode_e2m1(codes):
 def _quotient(a, minus_b, reciprocal):
     """a / b within an ulp, and exact where the quotient is a number of few bits: codes of it are those of a / b.
 
-    reciprocal: 1 / b, rounded. One correction of the product leaves an error of 2^-46 before the last rounding. Where b
-    has 4 significant bits and a tie m between two codes 5, FP32 numbers next to m b are farther from it than that, so
-    a rounds to the side of m that a / b lies on. A third of the instructions of a division.
+    reciprocal: 1 / b within a few ulp. One correction of the product leaves an error below 2^-42 before the last
+    rounding. Where b has 4 significant bits and a tie m between two codes 5, FP32 numbers next to m b are farther from
+    it than that, so a rounds to the side of m that a / b lies on. A third of the instructions of a division.
     """
     q = a * reciprocal
     return tl.fma(tl.fma(q, minus_b, a), reciprocal, q)
@@ -157,7 +157,7 @@ def nvfp4(groups):
     zero = (scale_code == 0) | (scale_code == 0x7F)  # nothing above zero, or NaN: codes are zero
     scale = keep(tl.where(zero, 0.0, decode_e4m3(scale_code, COMPILED)))
     safe = tl.where(scale == 0.0, 1.0, scale)
-    reciprocal = keep(tl.div_rn(tl.full(safe.shape, 1.0, tl.float32), safe))
+    reciprocal = keep(1.0 / safe)
     codes = encode_e2m1(_quotient(groups, -safe[None, :, :], reciprocal[None, :, :]))
     return tl.where((scale == 0.0)[None, :, :], 0, codes), scale_code
 
