@@ -46,10 +46,12 @@ def _code(dtype) -> tuple[int, int]:
         torch.int8: (0, 8),
         torch.int16: (0, 16), torch.int32: (0, 32), torch.int64: (0, 64), torch.uint8: (1, 8), torch.bool: (6, 8),
     }  # fmt: skip
-    # 8-bit floats travel as bytes; the launcher knows their type from its own signature
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2"):
+    # DLPack 1.1 has codes of their own for the small floats
+    for name, entry in (("float8_e4m3fn", (10, 8)), ("float8_e5m2", (12, 8)), ("float8_e8m0fnu", (14, 8))):
         if hasattr(torch, name):
-            table[getattr(torch, name)] = (1, 8)
+            table[getattr(torch, name)] = entry
+    if hasattr(torch, "float4_e2m1fn_x2"):  # two to a byte: travels as bytes
+        table[torch.float4_e2m1fn_x2] = (1, 8)
     if dtype not in table:
         raise TypeError(f"tensor dtype {dtype} cannot be handed to a captured launcher")
     return table[dtype]

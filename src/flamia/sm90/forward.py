@@ -1,0 +1,476 @@
+"""MXFP8 attention forward on Hopper, batched and packed: the twin of ``reference.folded.forward``.
+
+One producer warp loads tiles by TMA, a second one their scales, and two warpgroups of 64 queries each compute. A tile's
+partial output is one accumulation of the tensor core, which keeps 13 bits or so, added to FP32 registers afterwards.
+The value product has eight columns more than V: the first holds 2^(top - e_V), top being the tile's largest e_V, so
+that it sums the codes of the weights; the others are zero.
+"""
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from flamia.sm90 import softmax
+from flamia.sm90.instructions import arrive_after, as_float, pack_half
+from flamia.sm90.work import TILE, Item, Masks, Tables, item_at
+
+SUM_COLUMNS = 8
+THREADS = 384
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
+UNIT = 8  # scales of a tile in shared memory, FP32: 2^e_K and e_V of its four blocks, and 2^-top (careful: 0)
+
+
+class Forward:
+    """Kernel for one head dimension, GQA ratio and kind of mask.
+
+    Args:
+        head_dim: 64 or 128. ratio: query heads per kv head. masks: which sides of the window are bounded.
+        p_shift, tau, row_sum: of the recipe. stages: tiles of K and of V in flight.
+        careful: sums rows block by block in registers, for documents whose V exponents vary too much for the column
+            that sums codes. A launch of each kind does all items: each passes over the other's. row_sum "weights" is
+            one careful launch.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        ratio: int,
+        masks: Masks,
+        *,
+        p_shift: int = 4,
+        tau: float = 4.0,
+        row_sum: str = "codes",
+        careful: bool = False,
+        stages: int = 4,
+    ) -> None:
+        if head_dim not in (64, 128):
+            raise ValueError(f"head_dim must be 64 or 128, got {head_dim}")
+        self.head_dim, self.ratio, self.masks, self.stages = head_dim, ratio, masks, stages
+        self.p_shift, self.tau, self.weights = p_shift, tau, row_sum == "weights"
+        self.careful = careful or self.weights
+        self.value_rows = head_dim + SUM_COLUMNS
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # E4M3 [T, heads, D]
+        mK: cute.Tensor,  # E4M3 [Tk, kv heads, D]
+        mV: cute.Tensor,  # E4M3 [kv heads, D, C], tokens in "mma" order
+        mO: cute.Tensor,  # BF16 or FP16 [T, heads, D]
+        mLse: cute.Tensor,  # FP32 [heads, T], base 2
+        mM: cute.Tensor,  # FP32 [heads, T]
+        eQ: cute.Tensor,  # UE8M0 [heads, T]
+        eK: cute.Tensor,  # UE8M0 [kv heads, Tk]
+        eV: cute.Tensor,  # UE8M0 [kv heads, Tk]
+        uneven: cute.Tensor,  # uint8 [kv heads, documents]: e_V varies by more than softmax.FOLD_RANGE
+        items: cute.Tensor,  # int32 [n, 4]
+        count: cute.Tensor,  # int32 [1]
+        cu_q: cute.Tensor,  # int32 [documents + 1]
+        cu_k: cute.Tensor,
+        columns: cute.Tensor,  # int32 [documents + 1]
+        score_scale: Float32,  # softmax_scale * log2 e
+        left: Int32,
+        right: Int32,
+        section: Int32,
+        ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        d, stages = self.head_dim, self.stages
+        row_atom = self._atom(d)
+        column_atom = self._atom(TILE)
+        sQ_layout = cute.tile_to_shape(row_atom, (TILE, d), (0, 1))
+        sK_layout = cute.tile_to_shape(row_atom, (TILE, d, stages), (0, 1, 2))
+        sV_layout = cute.tile_to_shape(column_atom, (self.value_rows, TILE, stages), (0, 1, 2))
+        sV_box = cute.tile_to_shape(column_atom, (d, TILE), (0, 1))
+        # tokens x d x heads, and for V d x tokens x heads
+        mQ, mK, mO = (cute.make_tensor(x.iterator, cute.select(x.layout, [0, 2, 1])) for x in (mQ, mK, mO))
+        mV = cute.make_tensor(mV.iterator, cute.select(mV.layout, [1, 2, 0]))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        tmaQ, tQ = cpasync.make_tiled_tma_atom(load, mQ, sQ_layout, (TILE, d))
+        tmaK, tK = cpasync.make_tiled_tma_atom(load, mK, cute.select(sK_layout, [0, 1]), (TILE, d))
+        tmaV, tV = cpasync.make_tiled_tma_atom(load, mV, sV_box, (d, TILE))
+        f8, k_major = Float8E4M3FN, OperandMajorMode.K
+        mma_qk = hopper.make_trivial_tiled_mma(f8, f8, k_major, k_major, Float32, (2, 1, 1), (64, TILE))
+        mma_pv = hopper.make_trivial_tiled_mma(
+            f8, f8, k_major, k_major, Float32, (2, 1, 1), (64, self.value_rows), warpgroup.OperandSource.RMEM
+        )
+
+        @cute.struct
+        class Storage:
+            q_full: cute.struct.MemRange[Int64, 1]
+            q_empty: cute.struct.MemRange[Int64, 1]
+            k_full: cute.struct.MemRange[Int64, stages]
+            k_empty: cute.struct.MemRange[Int64, stages]
+            v_full: cute.struct.MemRange[Int64, stages]
+            v_empty: cute.struct.MemRange[Int64, stages]
+            scales: cute.struct.Align[cute.struct.MemRange[Float32, stages * 16], 128]
+            sQ: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sQ_layout)], 1024]
+            sK: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sK_layout)], 1024]
+            sV: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sV_layout)], 1024]
+
+        self.Storage = Storage
+        self.kernel(
+            (tmaQ, tmaK, tmaV),
+            (tQ, tK, tV),
+            (mO, mLse, mM),
+            (eQ, eK, eV),
+            Tables(items, count, cu_q, cu_k, columns, uneven),
+            (score_scale, left, right, section),
+            (mma_qk, mma_pv),
+            (sQ_layout, sK_layout, sV_layout, sV_box),
+        ).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)
+
+    @staticmethod
+    def _atom(bytes_per_row: int) -> Any:
+        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, Float8E4M3FN, bytes_per_row)
+        return warpgroup.make_smem_layout_atom(kind, Float8E4M3FN)
+
+    @cute.kernel
+    def kernel(self, atoms, sources, outputs, exponents, tables, scalars, mmas, layouts):
+        mQ = sources[0]
+        sQ_layout, sK_layout, sV_layout, sV_box = layouts
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for atom in atoms:
+                cpasync.prefetch_descriptor(atom)
+        storage = SmemAllocator().allocate(self.Storage)
+        names = ("q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty")
+        barriers = tuple(getattr(storage, name).data_ptr() for name in names)
+        if warp == 0:
+            with cute.arch.elect_one():
+                self._init_barriers(barriers)
+        cute.arch.mbarrier_init_fence()
+        words = self.value_rows * TILE // 4
+        sV_words = cute.make_tensor(
+            cute.recast_ptr(storage.sV.data_ptr(), dtype=Int32),
+            cute.make_layout((self.stages, words), stride=(words, 1)),
+        )
+        thread = cute.arch.thread_idx()[0]
+        for stage in cutlass.range_constexpr(self.stages):
+            if thread < SUM_COLUMNS * TILE // 4:
+                sV_words[stage, self.head_dim * TILE // 4 + thread] = Int32(0)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+
+        sQ = storage.sQ.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)
+        sK = storage.sK.get_tensor(sK_layout.outer, swizzle=sK_layout.inner)
+        sV = storage.sV.get_tensor(sV_layout.outer, swizzle=sV_layout.inner)
+        scales = cute.make_tensor(storage.scales.data_ptr(), cute.make_layout((self.stages, 16), stride=(16, 1)))
+        heads = mQ.shape[2]
+        work = (tables.count[0] * heads, heads, tables, scalars)
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == 0:
+                box = cute.make_layout(
+                    (*sV_box.outer.shape, self.stages), stride=(*sV_box.outer.stride, self.value_rows * TILE)
+                )
+                self.load(atoms, sources, sQ, sK, cute.make_tensor(sV.iterator, box), work, barriers)
+            if warp == 1:
+                self.load_scales(exponents, scales, sV_words, work, barriers)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            self.compute(mmas, (sQ, sK, sV), scales, exponents[0], outputs, work, barriers)
+
+    @cute.jit
+    def _init_barriers(self, barriers):
+        q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+        consumers = 8  # warps
+        cute.arch.mbarrier_init(q_full, 1)
+        cute.arch.mbarrier_init(q_empty, consumers)
+        for stage in cutlass.range_constexpr(self.stages):
+            cute.arch.mbarrier_init(k_full + stage, 2)  # the copy, and the scales
+            cute.arch.mbarrier_init(k_empty + stage, consumers)
+            cute.arch.mbarrier_init(v_full + stage, 1)
+            cute.arch.mbarrier_init(v_empty + stage, consumers)
+
+    def item(self, at, work) -> Item:
+        _, heads, tables, (_, left, right, section) = work
+        kind = "all" if self.weights else "uneven" if self.careful else "even"
+        return item_at(at, heads, self.ratio, section, left, right, tables, self.masks, kind)
+
+    @cute.jit
+    def load(self, atoms, sources, sQ, sK, sV, work, barriers):
+        """Producer warp: tiles of Q, K and V."""
+        q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+        tmaQ, tmaK, tmaV = atoms
+        mQ, mK, mV = sources
+        d = self.head_dim
+        at, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        n, tile = Int32(0), Int32(0)
+        while at < work[0]:
+            item = self.item(at, work)
+            gQ = cute.local_tile(
+                cute.domain_offset((item.q_start + item.q0, 0), mQ[None, None, item.head]), (TILE, d), (0, 0)
+            )
+            gK = cute.local_tile(cute.domain_offset((item.k_start, 0), mK[None, None, item.kv]), (TILE, d), (None, 0))
+            gV = cute.local_tile(cute.domain_offset((0, item.column), mV[None, None, item.kv]), (d, TILE), (0, None))
+            tQs, tQg = self._partition(tmaQ, sQ, gQ)
+            tKs, tKg = self._partition(tmaK, sK, gK)
+            tVs, tVg = self._partition(tmaV, sV, gV)
+            cute.arch.mbarrier_wait(q_empty, (n + 1) & 1)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(q_full, TILE * d)
+            cute.copy(tmaQ, tQg, tQs, tma_bar_ptr=q_full)
+            for j in cutlass.range(item.first, item.stop, unroll=1):
+                stage, phase = tile % self.stages, (tile // self.stages + 1) & 1
+                cute.arch.mbarrier_wait(k_empty + stage, phase)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(k_full + stage, TILE * d)
+                cute.copy(tmaK, tKg[None, j], tKs[None, stage], tma_bar_ptr=k_full + stage)
+                cute.arch.mbarrier_wait(v_empty + stage, phase)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(v_full + stage, TILE * d)
+                cute.copy(tmaV, tVg[None, j], tVs[None, stage], tma_bar_ptr=v_full + stage)
+                tile += 1
+            n += 1
+            at += step
+
+    @staticmethod
+    def _partition(atom, shared, tiles):
+        one = cute.make_layout(1)
+        return cpasync.tma_partition(atom, 0, one, cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2))
+
+    @cute.jit
+    def load_scales(self, exponents, scales, sV_words, work, barriers):
+        """Producer warp: a tile's scales, and the row of V that sums the codes. Eight lanes to a block of 32 keys."""
+        _, _, k_full, k_empty, _, v_empty = barriers
+        _, eK, eV = exponents
+        lane = cute.arch.lane_idx()
+        block = lane // 8
+        at, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        tile = Int32(0)
+        while at < work[0]:
+            item = self.item(at, work)
+            for j in cutlass.range(item.first, item.stop, unroll=1):
+                stage, phase = tile % self.stages, (tile // self.stages + 1) & 1
+                token = item.k_start + cutlass.min(j * TILE + 32 * block, item.len_k - 1)
+                k, v = Int32(eK[item.kv, token]), Int32(eV[item.kv, token])
+                top = v
+                for distance in cutlass.range_constexpr(2):
+                    top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, 8 << distance))
+                cute.arch.mbarrier_wait(k_empty + stage, phase)
+                cute.arch.mbarrier_wait(v_empty + stage, phase)
+                code = (cutlass.min(top - v, 8) + 7) << 3  # E4M3 of 2^(top - e_V)
+                sV_words[stage, self.head_dim * TILE // 4 + lane] = code * 0x01010101
+                if lane % 8 == 0:
+                    scales[stage, block] = as_float(k << 23)
+                    scales[stage, 4 + block] = Float32(v - 127)
+                if lane == 0:
+                    scales[stage, UNIT] = Float32(0.0) if const_expr(self.careful) else as_float((254 - top) << 23)
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(k_full + stage)
+                tile += 1
+            at += step
+
+    @cute.jit
+    def compute(self, mmas, shared, scales, eQ, outputs, work, barriers):
+        """A warpgroup: 64 queries of each item."""
+        q_full, q_empty, k_full, _, v_full, v_empty = barriers
+        mma_qk, mma_pv = mmas
+        sQ, sK, sV = shared
+        thread = cute.arch.thread_idx()[0] - 128
+        group = cute.arch.make_warp_uniform(thread // 128)
+        lane = thread % 32
+        first_row = group * 64 + (thread % 128) // 32 * 16
+        threads = cute.make_layout(2, stride=128)
+        slice_qk, slice_pv = mma_qk.get_slice(threads(group)), mma_pv.get_slice(threads(group))
+        tSrQ = mma_qk.make_fragment_A(slice_qk.partition_A(sQ))
+        tSrK = mma_qk.make_fragment_B(slice_qk.partition_B(sK))
+        tOrV = mma_pv.make_fragment_B(slice_pv.partition_B(sV))
+        tOrP = mma_pv.make_fragment_A(mma_pv.partition_shape_A((TILE, TILE)))
+        scores = cute.make_rmem_tensor(mma_qk.partition_shape_C((TILE, TILE)), Float32)
+        partial = cute.make_rmem_tensor(mma_pv.partition_shape_C((TILE, self.value_rows)), Float32)
+        out = cute.make_rmem_tensor((2, 2, self.head_dim // 8), Float32)
+        rows = cute.make_rmem_tensor((2, 8), Float32)
+        registers = (scores, partial, out, cute.recast_tensor(tOrP, Int32), rows)
+        operands = (mma_qk, mma_pv, tSrQ, tSrK, tOrP, tOrV)
+        at, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        n, tile = Int32(0), Int32(0)
+        while at < work[0]:
+            item = self.item(at, work)
+            row = item.q0 + first_row + lane // 4
+            softmax.reset(rows)
+            out.fill(0.0)
+            query = item.q_start + cutlass.min(item.q0 + first_row, item.len_q - 1)
+            q_scale = work[3][0] * as_float(Int32(eQ[item.head, query]) << 23)
+            cute.arch.mbarrier_wait(q_full, n & 1)
+            if item.first < item.stop:
+                place = (row, item.shift, item.len_k)
+                common = (operands, registers, scales, barriers, q_scale, place, work[3])
+                stage = tile % self.stages
+                cute.arch.mbarrier_wait(k_full + stage, (tile // self.stages) & 1)
+                self.gemm(mma_qk, scores, tSrQ, tSrK[None, None, None, stage])
+                warpgroup.wait_group(0)
+                bounds = self.weigh(tile, item.first, True, *common)
+                self.encode(tile, bounds, *common)
+                if const_expr(self.masks.left):
+                    for j in cutlass.range(item.first + 1, cutlass.min(item.clear, item.stop), unroll=1):
+                        tile = self.step(tile, j, True, *common)
+                begin = cutlass.max(item.clear, item.first + 1)
+                for j in cutlass.range(begin, cutlass.min(item.clouded, item.stop), unroll=1):
+                    tile = self.step(tile, j, False, *common)
+                for j in cutlass.range(cutlass.max(item.clouded, begin), item.stop, unroll=1):
+                    tile = self.step(tile, j, True, *common)
+                stage = tile % self.stages
+                cute.arch.mbarrier_wait(v_full + stage, (tile // self.stages) & 1)
+                self.gemm(mma_pv, partial, tOrP, tOrV[None, None, None, stage])
+                warpgroup.wait_group(0)
+                self.promote(out, partial, rows, softmax.NOW, scales[stage, UNIT])
+                self.release(v_empty + stage)
+                tile += 1
+            self.release(q_empty)
+            if item.mine != 0:
+                self.store(out, rows, outputs, item, row, lane)
+            n += 1
+            at += step
+
+    @cute.jit
+    def step(self, tile, j, masked: cutlass.Constexpr, operands, registers, scales, barriers, q_scale, place, scalars):
+        """Scores of key tile j and the value product of the tile before it, and between them the softmax of j."""
+        _, _, k_full, _, v_full, v_empty = barriers
+        mma_qk, mma_pv, tSrQ, tSrK, tOrP, tOrV = operands
+        scores, partial, out, _, rows = registers
+        common = (operands, registers, scales, barriers, q_scale, place, scalars)
+        before, before_phase = tile % self.stages, (tile // self.stages) & 1
+        tile += 1
+        stage, phase = tile % self.stages, (tile // self.stages) & 1
+        cute.arch.mbarrier_wait(k_full + stage, phase)
+        self.gemm(mma_qk, scores, tSrQ, tSrK[None, None, None, stage])
+        cute.arch.mbarrier_wait(v_full + before, before_phase)
+        self.gemm(mma_pv, partial, tOrP, tOrV[None, None, None, before])
+        warpgroup.wait_group(1)
+        bounds = self.weigh(tile, j, masked, *common)
+        warpgroup.wait_group(0)
+        unit = scales[before, UNIT]
+        self.release(v_empty + before)
+        self.promote(out, partial, rows, softmax.LAST, unit)
+        self.encode(tile, bounds, *common)
+        return tile
+
+    @cute.jit
+    def weigh(self, tile, j, masked: cutlass.Constexpr, operands, registers, scales, barriers, q_scale, place, scalars):
+        """Scores of key tile j -> weights, in place; K's stage is free then. masked: a row may not see every key."""
+        scores, _, _, _, rows = registers
+        row, shift, len_k = place
+        _, left, right, _ = scalars
+        k_empty = barriers[3]
+        stage = tile % self.stages
+        k_scale = [scales[stage, b] for b in range(4)]
+        v_exponent = [scales[stage, 4 + b] for b in range(4)]
+        s = softmax.view(scores)
+        bounds = None
+        if const_expr(masked):
+            bounds = softmax.mask(s, row, j * TILE, shift, len_k, left, right, self.masks)
+        fresh = masked or self.masks.left
+        factor, adds = softmax.row_references(s, rows, k_scale, v_exponent, q_scale, self.tau, self.p_shift, fresh)
+        softmax.powers(s, factor, adds)
+        with cute.arch.elect_one():
+            arrive_after(k_empty + stage, s[1, 0, 15], s[1, 1, 15])
+        return bounds
+
+    @cute.jit
+    def encode(self, tile, bounds, operands, registers, scales, barriers, q_scale, place, scalars):
+        """Weights -> codes in the registers that the value product reads."""
+        scores, _, _, p, rows = registers
+        s = softmax.view(scores)
+        if const_expr(self.careful):
+            stage = tile % self.stages
+            v_exponent = [scales[stage, 4 + b] for b in range(4)]
+            softmax.note_exponents(rows, v_exponent, bounds)
+            softmax.slow_sums(s, rows, v_exponent, self.weights)
+        softmax.codes(s, p)
+
+    @cute.jit
+    def gemm(self, mma, accumulator, a, b):
+        """One product of a warpgroup, committed but not waited for; overwrites the accumulator."""
+        warpgroup.fence()
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, False)
+        for k in cutlass.range_constexpr(cute.size(a.shape[2])):
+            cute.gemm(atom, accumulator, a[None, None, k], b[None, None, k], accumulator)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def release(self, barrier):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def promote(self, out, partial, rows, which: cutlass.Constexpr, unit):
+        """out = out * factor + partial, and the same for the row sums."""
+        p = cute.make_tensor(partial.iterator, cute.make_layout((2, 2, self.value_rows // 8)))
+        for r in cutlass.range_constexpr(2):
+            factor = rows[r, which]
+            sums = rows[r, softmax.EXTRA] if const_expr(self.careful) else p[0, r, self.head_dim // 8] * unit
+            rows[r, softmax.SUM] = rows[r, softmax.SUM] * factor + sums
+            for j in cutlass.range_constexpr(self.head_dim // 8):
+                for c in cutlass.range_constexpr(2):
+                    out[c, r, j] = out[c, r, j] * factor + p[c, r, j]
+
+    @cute.jit
+    def store(self, out, rows, outputs, item, row, lane):
+        """Normalise and write the thread's two rows of o, lse2 and M; rows past the document's end are not written."""
+        mO, mLse, mM = outputs
+        kind = "bf16" if const_expr(mO.element_type is BFloat16) else "f16"
+        for r in cutlass.range_constexpr(2):
+            inverse, lse2, m = softmax.finish(rows, r, self.p_shift)
+            i = row + 8 * r
+            if i < item.len_q:
+                token = item.q_start + i
+                if lane % 4 == 0:
+                    mLse[item.head, token] = lse2
+                    mM[item.head, token] = m
+                words = cute.recast_tensor(mO[token, None, item.head], Int32)
+                for j in cutlass.range_constexpr(self.head_dim // 8):
+                    words[4 * j + lane % 4] = pack_half(out[0, r, j] * inverse, out[1, r, j] * inverse, kind)
+
+
+def compile_forward(
+    kernel: Forward, dtype: Any = BFloat16, *, compile: Any = None, arch: str = "sm_90a", options: str = ""
+) -> Any:
+    """Compile for outputs of ``dtype``; no GPU is needed. Lengths, documents, heads and windows stay free.
+
+    compile: ``cute.compile`` or what stands in for it. Returns a function of the arguments of ``Forward.__call__``
+    without the stream, which is torch's current one; rows of no document are not written.
+    """
+    fake, free = cute.runtime.make_fake_compact_tensor, cute.sym_int32
+    tokens, keys, heads, kv_heads, documents = (free() for _ in range(5))
+    d = kernel.head_dim
+
+    def packed(kind: Any, *shape: Any, align: int) -> Any:
+        return fake(kind, shape, stride_order=tuple(reversed(range(len(shape)))), assumed_align=align)
+
+    def table(kind: Any, *shape: Any) -> Any:
+        return packed(kind, *shape, align=kind.width // 8)
+
+    arguments = [
+        packed(Float8E4M3FN, tokens, heads, d, align=16),
+        packed(Float8E4M3FN, keys, kv_heads, d, align=16),
+        packed(Float8E4M3FN, kv_heads, d, cute.sym_int32(divisibility=32), align=16),
+        packed(dtype, tokens, heads, d, align=16),
+        table(Float32, heads, tokens),
+        table(Float32, heads, tokens),
+        table(Uint8, heads, tokens),
+        table(Uint8, kv_heads, keys),
+        table(Uint8, kv_heads, keys),
+        table(Uint8, kv_heads, documents),
+        packed(Int32, free(), 4, align=16),
+        table(Int32, 1),
+        table(Int32, free()),
+        table(Int32, free()),
+        table(Int32, free()),
+    ]
+    scalars = [Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1)]
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    flags = f"--enable-tvm-ffi --gpu-arch {arch} {options}".strip()
+    return (compile or cute.compile)(kernel, *arguments, *scalars, stream, options=flags)

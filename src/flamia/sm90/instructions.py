@@ -1,0 +1,91 @@
+"""PTX that the DSL has no function for, and reductions over the four threads that share a row of an accumulator."""
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+
+def _asm(result: Any, operands: list[Any], text: str, constraints: str, effects: bool = False) -> Any:
+    dialect = llvm.AsmDialect.AD_ATT
+    return llvm.inline_asm(
+        result, operands, text, constraints, has_side_effects=effects, is_align_stack=False, asm_dialect=dialect
+    )
+
+
+@dsl_user_op
+def pack_e4m3(a: Float32, b: Float32, c: Float32, d: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Four E4M3 codes, nearest even and saturating; a in the lowest byte."""
+    text = (
+        "{\n\t.reg .b16 lo, hi;\n\tcvt.rn.satfinite.e4m3x2.f32 lo, $2, $1;\n\t"
+        "cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;\n\tmov.b32 $0, {lo, hi};\n\t}"
+    )
+    return Int32(_asm(T.i32(), [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c, d)], text, "=r,f,f,f,f"))
+
+
+@dsl_user_op
+def sum_e4m3(word: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """Sum of the values of four E4M3 codes: pairs in FP16, exact for codes within a factor 2^6, then FP32."""
+    text = (
+        "{\n\t.reg .b16 lo, hi, x, y;\n\t.reg .b32 a, b;\n\t.reg .f32 f, g;\n\tmov.b32 {lo, hi}, $1;\n\t"
+        "cvt.rn.f16x2.e4m3x2 a, lo;\n\tcvt.rn.f16x2.e4m3x2 b, hi;\n\tadd.rn.f16x2 a, a, b;\n\tmov.b32 {x, y}, a;\n\t"
+        "cvt.f32.f16 f, x;\n\tcvt.f32.f16 g, y;\n\tadd.f32 $0, f, g;\n\t}"
+    )
+    return Float32(_asm(T.f32(), [Int32(word).ir_value(loc=loc, ip=ip)], text, "=f,r"))
+
+
+@dsl_user_op
+def pack_half(a: Float32, b: Float32, kind: str, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Two numbers as ``kind`` "bf16" or "f16", a in the low half."""
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
+    return Int32(_asm(T.i32(), values, f"cvt.rn.{kind}x2.f32 $0, $2, $1;", "=r,f,f"))
+
+
+@dsl_user_op
+def ceil(a: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    return Float32(_asm(T.f32(), [Float32(a).ir_value(loc=loc, ip=ip)], "cvt.rpi.f32.f32 $0, $1;", "=f,f"))
+
+
+@dsl_user_op
+def exp2(a: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    return Float32(_asm(T.f32(), [Float32(a).ir_value(loc=loc, ip=ip)], "ex2.approx.ftz.f32 $0, $1;", "=f,f"))
+
+
+@dsl_user_op
+def log2(a: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    return Float32(_asm(T.f32(), [Float32(a).ir_value(loc=loc, ip=ip)], "lg2.approx.ftz.f32 $0, $1;", "=f,f"))
+
+
+@dsl_user_op
+def as_float(bits: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """The FP32 number with these bits; ``byte << 23`` makes a power of two of a UE8M0 code."""
+    return Float32(llvm.bitcast(T.f32(), Int32(bits).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def arrive_after(barrier: Any, a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> None:
+    """Arrive on an mbarrier once a and b, which are never negative, are there.
+
+    The address takes the sign bit of their minimum, which is zero. The assembler moves a wait for the tensor core up to
+    the memory operation before it, so this keeps a later wait behind the powers that run while the tensor core does.
+    """
+    values = [Int32(barrier.toint()).ir_value(loc=loc, ip=ip), *(Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b))]
+    text = (
+        "{\n\t.reg .b32 x, y;\n\t.reg .f32 t;\n\tmin.f32 t, $1, $2;\n\tmov.b32 x, t;\n\tshr.u32 x, x, 31;\n\t"
+        "add.u32 y, x, $0;\n\tmbarrier.arrive.shared::cta.b64 _, [y];\n\t}"
+    )
+    _asm(None, values, text, "r,f,f", effects=True)
+
+
+def quad_max(x: Float32) -> Float32:
+    for distance in (1, 2):
+        x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, distance))
+    return x
+
+
+def quad_sum(x: Float32) -> Float32:
+    for distance in (1, 2):
+        x = x + cute.arch.shuffle_sync_bfly(x, distance)
+    return x
