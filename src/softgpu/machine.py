@@ -298,7 +298,6 @@ class Gang:
                 frag.parked = False
                 function, needs = program.function(pc, frag.mask is not None)
                 lanes = frag.lanes
-                values = lanes.views.get(pc)
                 key = (pc, frag.mask is not None)
                 values = lanes.views.get(key)
                 if values is None:
@@ -383,7 +382,6 @@ class CTA:
         self.warps = -(-threads // WARP)
         self.fences = np.zeros(self.warps, np.int64)
         self.tensor_queue: deque = deque()
-        self.bulk_open = 0
         self.tensor_waiters: list[Fragment] = []
         self.gangs = []
         for first in range(0, self.warps, GANG_WARPS):

@@ -223,7 +223,7 @@ class SharedMemory:
     def begin_read(self, granules: np.ndarray) -> None:
         if self.busy and self.checks.races:
             self.check_quiet(granules, "read by an asynchronous operation", self.writing)
-        np.add.at(self.reading, granules, 1) if granules.ndim > 1 else self._add(self.reading, granules, 1)
+        self._add(self.reading, granules, 1)
         self.busy += 1
 
     def end_read(self, granules: np.ndarray) -> None:

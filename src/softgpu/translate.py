@@ -79,18 +79,6 @@ class Program:
             found = self.functions[key] = Translation(self, self.blocks[block], masked).build()
         return found
 
-    def opcode_counts(self) -> dict[str, int]:
-        """Warp-level executions per full opcode so far (a block run by n warps counts n)."""
-        out: dict[str, int] = {}
-        for block, n in zip(self.blocks, self.executed.tolist(), strict=True):
-            for instr in block.instrs:
-                out[instr.op] = out.get(instr.op, 0) + n
-        return out
-
-    def unreached(self) -> list[Instr]:
-        """Instructions that no warp executed."""
-        return [i for b, n in zip(self.blocks, self.executed.tolist(), strict=True) if not n for i in b.instrs]
-
 
 def _lower_b128(kernel: Kernel) -> None:
     """128-bit registers become two 64-bit ones, so that only 1, 16, 32 and 64 bits remain."""

@@ -40,9 +40,6 @@ def move(g, i):
         value = g.env[a.name]
         g.env[d.name] = Value(dict(value.names), value.halves)
         return
-    if code == "u8" and g.is_local(d) and i.guard is None and isinstance(a, Reg) and not g.is_local(a):
-        g.dst(d, code, f"{g.src(a, code)}.copy()")
-        return
     g.dst(d, code, _copy(g, a, code))
 
 
