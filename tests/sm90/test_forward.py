@@ -116,6 +116,7 @@ class Case:
 CAUSAL, FULL, WINDOW = Masks(False, True), Masks(False, False), Masks(True, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     ("masks", "window"), [(FULL, (None, None)), (CAUSAL, (None, 0)), (WINDOW, (100, 0)), (WINDOW, (50, 30))], ids=str

@@ -13,6 +13,8 @@ from faults import SCALE_FAULTS
 
 from softgpu import Device
 
+pytestmark = pytest.mark.slow
+
 SHAPES = [(128, 128, 256, 128, 128, 128), (256, 128, 512, 128, 64, 128), (256, 256, 512, 128, 256, 256)]
 
 
