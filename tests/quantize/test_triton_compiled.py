@@ -38,7 +38,7 @@ def test_compiles_without_a_gpu(chip, recipes, tmp_path):
     assert {r["kernel"] for r in records} >= KERNELS
     for r in records:
         assert r["target"] == f"sm_{chip}a"
-        assert r["stack"] + r["local"] <= 32, r  # bytes per thread
+        assert r["stack"] + r["local"] <= 64, r  # bytes per thread
         # The twins round after the product and after the sum; NVFP4's quotients alone are meant to fuse.
         assert r["fused"] == 0 or r["label"] == "fp4:64", r
         if r["kernel"] in ("_operand_kernel", "_gradient_kernel", "_dq_kernel"):

@@ -350,7 +350,17 @@ def running_maxima(documents: Documents, k_amax: Tensor, v_amax: Tensor) -> tupl
     count = documents.count
     if heads and total:
         _running_kernel[(heads, 2)](
-            documents.cu_seqlens_k, k_amax, v_amax, k_out, v_out, total, count, count.bit_length(), _SCAN, num_warps=8
+            documents.cu_seqlens_k,
+            k_amax,
+            v_amax,
+            k_out,
+            v_out,
+            total,
+            count,
+            count.bit_length(),
+            _SCAN,
+            num_warps=8,
+            **EXACT,
         )
     return k_out, v_out
 
@@ -444,7 +454,7 @@ def quantize_gradient(
     warps = _WARPS if dim <= 128 else 2 * _WARPS
     common = dict(HEADS=heads, D=dim, W=width, R=max(32, warps * 256 // width), num_warps=warps)
     if four:
-        _document_maxima_kernel[grid](do, do.stride(0), do.stride(1), groups, maxima[2], count, **common)
+        _document_maxima_kernel[grid](do, do.stride(0), do.stride(1), groups, maxima[2], count, **common, **EXACT)
     _gradient_kernel[grid](
         do, do.stride(0), do.stride(1), o, o.stride(0), o.stride(1), lse2, row_max, lse2 if dlse is None else dlse,
         q_exponents if q_exponents is not None else result.delta, groups, *outputs, maxima[2 if four else 0],

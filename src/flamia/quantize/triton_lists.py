@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flamia.documents import TOKEN_BLOCK, Documents, column_capacity
-from flamia.quantize.triton_formats import COMPILED
+from flamia.quantize.triton_formats import COMPILED, EXACT
 from flamia.worklists import (
     UNBOUNDED,
     Tiling,
@@ -220,7 +220,7 @@ def work_lists(documents: Documents, left: int | None, right: int | None, tiling
     wide = (2 * limit + 4).bit_length() + shift_bits > 31
     keys = torch.empty(items_q + items_k, dtype=torch.int64 if wide else torch.int32, device=device)
 
-    _scan_kernel[(6,)](cu_q, cu_k, starts, columns, count, tiling.forward, tiling.backward, _SCAN, num_warps=8)
+    _scan_kernel[(6,)](cu_q, cu_k, starts, columns, count, tiling.forward, tiling.backward, _SCAN, num_warps=8, **EXACT)
     longest = max(capacity_q // TOKEN_BLOCK, capacity_k // TOKEN_BLOCK, groups_q, groups_k, items_q, items_k)
     if longest:
         _fill_kernel[(triton.cdiv(longest, _FILL), 6)](
@@ -228,11 +228,12 @@ def work_lists(documents: Documents, left: int | None, right: int | None, tiling
             count, total_q, total_k, capacity_q, capacity_k, groups_q, groups_k, items_q, items_k,
             count.bit_length(), UNBOUNDED if left is None else left, UNBOUNDED if right is None else right,
             limit, shift_bits, tiling.forward, tiling.backward, tiling.keys, tiling.queries, _FILL, num_warps=4,
+            **EXACT,
         )  # fmt: skip
     if items_q + items_k:
         ordered = torch.sort(keys).values
         _gather_kernel[(triton.cdiv(items_q + items_k, _FILL),)](
-            ordered, unsorted, items, items_q, items_k, shift_bits, _FILL, num_warps=4
+            ordered, unsorted, items, items_q, items_k, shift_bits, _FILL, num_warps=4, **EXACT
         )
     return WorkLists(
         TokenTables(blocks_q, table_q, columns[0]),
