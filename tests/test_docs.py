@@ -94,14 +94,14 @@ def test_user_page_lists_every_argument() -> None:
 
 
 def test_quoted_constants_are_those_of_the_code() -> None:
-    from flamia import formats
+    from flamia import bounds, formats
     from flamia.quantize.reference import VALUE_MIN_EXPONENT
     from flamia.reference import backward, exponentials, folded, weights
 
     text = (DOCS / "numerics.md").read_text(encoding="utf-8")
-    target = backward.ACCUMULATOR_TARGET
+    target = bounds.ACCUMULATOR_TARGET
     for said in (
-        f"FOLD_RANGE = {weights.FOLD_RANGE}",
+        f"FOLD_RANGE = {bounds.FOLD_RANGE}",
         f"at least {VALUE_MIN_EXPONENT} (`VALUE_MIN_EXPONENT`)",
         f"p = {target['mxfp8']} - ceil(log2 bound)`, {target['fp4']} in `fp4`",
         f"E4M3(P * 2^{backward.PROBABILITY_SHIFT})",

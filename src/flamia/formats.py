@@ -163,7 +163,8 @@ def decode_e8m0(codes: Tensor) -> Tensor:
 
 def nvfp4_scale(amax: Tensor) -> Tensor:
     """UE4M3 scale (FP32 value) of an NVFP4 group: E4M3(amax / 6). The quotient is FP32 division."""
-    return round_ue4m3(amax / E2M1_MAX)
+    # A tensor, since torch multiplies by the reciprocal of a Python number on CUDA.
+    return round_ue4m3(amax / torch.full_like(amax, E2M1_MAX))
 
 
 def round_ue4m3(x: Tensor) -> Tensor:

@@ -18,12 +18,12 @@ from reference_cases import make_plan, relative_rms
 
 import flamia
 import softgpu
+from flamia.bounds import FOLD_RANGE
 from flamia.documents import Documents
 from flamia.quantize.payloads import Payloads
 from flamia.quantize.reference import VALUE_MIN_EXPONENT, TokenMap, prepare, token_blocks
 from flamia.reference import folded
 from flamia.sm90.forward import Forward, compile_forward
-from flamia.sm90.softmax import FOLD_RANGE
 from flamia.sm90.work import Masks
 from flamia.worklists import work_lists
 from softgpu.cutedsl import compiling

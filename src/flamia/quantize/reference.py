@@ -176,7 +176,7 @@ def grouped(x: Tensor, tokens: TokenMap, rounding: str) -> GroupedPayload:
 def per_tensor(x: Tensor) -> TensorPayload:
     """Ablation: one FP32 scale, the maximum of the whole packed tensor over 448."""
     amax = x.abs().amax() if x.numel() else x.new_zeros(())
-    scale = amax.view(1) / formats.E4M3_MAX
+    scale = amax.view(1) / torch.full_like(amax, formats.E4M3_MAX)
     return TensorPayload(formats.encode_e4m3(torch.where(scale > 0, x / scale, x)), scale)
 
 

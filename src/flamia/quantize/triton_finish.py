@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flamia.bounds import ACCUMULATOR_TARGET
 from flamia.documents import Documents, column_capacity
 from flamia.plan import Plan
 from flamia.quantize.triton_formats import EXACT, ceil_log2, hadamard, pow2, round_to
 from flamia.quantize.triton_gradients import Gradients, lost_line
 from flamia.quantize.triton_operands import chunk_width
-from flamia.reference.backward import ACCUMULATOR_TARGET
 from flamia.worklists import TokenTables
 
 _ROWS = 64

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flamia.bounds import ACCUMULATOR_TARGET, lost_weight
 from flamia.documents import Documents, column_capacity
 from flamia.plan import Plan
 from flamia.quantize.payloads import E4M3Payload, NVFP4Columns, NVFP4Rows, Payload, backward_specs
@@ -51,7 +52,6 @@ from flamia.quantize.triton_operands import (
     nvfp4_column_chunk,
     pack_groups,
 )
-from flamia.reference.backward import ACCUMULATOR_TARGET, lost_weight
 from flamia.worklists import UNBOUNDED, WorkLists
 
 _WARPS = 4  # per program of up to 128 channels
@@ -338,7 +338,7 @@ def _running_kernel(cu_ptr, k_ptr, v_ptr, k_out_ptr, v_out_ptr, total, documents
 
 
 def lost_line(plan: Plan) -> tuple[float, float]:
-    """``reference.backward.lost_weight`` as base and slope over the number of keys, both exact in FP32."""
+    """``bounds.lost_weight`` as base and slope over the number of keys, both exact in FP32."""
     base, one = lost_weight(plan, torch.tensor([0.0, 1.0])).tolist()
     return base, one - base
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flamia import formats
+from flamia.bounds import FOLD_RANGE
 from flamia.documents import Documents
 from flamia.plan import Plan
 from flamia.quantize.payloads import E4M3Payload, Payloads
@@ -21,7 +22,6 @@ from flamia.reference.chunks import Chunk, chunks
 from flamia.reference.exponentials import exp2, schraudolph_mix
 from flamia.reference.forward import Forward, log2, scaled_scores, tiles_per_run
 from flamia.reference.geometry import BLOCK, TILE, Run, padded_length
-from flamia.reference.weights import FOLD_RANGE
 
 GRID = 4096.0  # the fraction f that a row's references share lies on a grid of 2^-12
 PROMOTION = 256  # queries whose dV and dK partials are one tensor-core accumulation, and that share C

@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 
 from flamia import formats
+from flamia.bounds import FOLD_RANGE
 from flamia.plan import Plan
 from flamia.quantize.payloads import Payloads
 from flamia.reference.chunks import Chunk
 from flamia.reference.exponentials import exp2, mitchell, schraudolph_mix
 from flamia.reference.geometry import BLOCK, Run
 
-# A folded weight whose V exponent is this far below the group's largest may be a subnormal code or zero while the
-# weight itself is not small: it then enters the row sum unrounded.
-FOLD_RANGE = 6
 FP4_BACKWARD_SHIFT = 11  # 2^11 / 6 <= 448: the normalised P^T of the 4-bit dV, P <= 1
 FP4_SCALE_LIMIT = 11  # a4 + exponent at which the UE4M3 scale of P * 2^e would pass 448 (log2(6 * 448) = 11.39)
 

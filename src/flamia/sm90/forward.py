@@ -69,7 +69,7 @@ class Forward:
         eQ: cute.Tensor,  # UE8M0 [heads, T]
         eK: cute.Tensor,  # UE8M0 [kv heads, Tk]
         eV: cute.Tensor,  # UE8M0 [kv heads, Tk]
-        uneven: cute.Tensor,  # uint8 [kv heads, documents]: e_V varies by more than softmax.FOLD_RANGE
+        uneven: cute.Tensor,  # uint8 [kv heads, documents]: e_V varies by more than bounds.FOLD_RANGE
         items: cute.Tensor,  # int32 [n, 4]
         count: cute.Tensor,  # int32 [1]
         cu_q: cute.Tensor,  # int32 [documents + 1]

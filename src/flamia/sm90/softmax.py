@@ -10,11 +10,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from flamia.bounds import FOLD_RANGE
 from flamia.sm90.instructions import as_float, ceil, exp2, log2, pack_e4m3, quad_max, quad_sum, sum_e4m3
 from flamia.sm90.work import TILE
 
 GRID = 4096.0  # f lies on a grid of 2^-12, as in the twin
-FOLD_RANGE = 6.0
 # Per-row registers: f, R, row sum, what to add to it, largest x, largest e_V seen, factors of the last and this tile.
 F, R, SUM, EXTRA, TOP_X, TOP_E, LAST, NOW = range(8)
 
@@ -157,7 +157,7 @@ def slow_sums(s: cute.Tensor, rows: cute.Tensor, v_exponent: Any, weights: bool)
     for ``EXTRA``.
 
     ``weights``: of the weights themselves. Otherwise of the codes, but of the weights in blocks whose V exponent is
-    more than FOLD_RANGE below the largest that the row has seen (``reference.weights.FOLD_RANGE``).
+    more than FOLD_RANGE below the largest that the row has seen (``bounds.FOLD_RANGE``).
     """
     for r in cutlass.range_constexpr(2):
         total = Float32(0.0)

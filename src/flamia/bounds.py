@@ -1,0 +1,29 @@
+"""Bounds that backends share with the reference: where sums may lose weight, and what that costs elsewhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flamia.plan import Plan
+
+# A folded weight whose V exponent is this far below the group's largest may be a subnormal code or zero while the
+# weight itself is not small: it then enters the row sum unrounded.
+FOLD_RANGE = 6
+ACCUMULATOR_TARGET = {"mxfp8": 15, "nvfp4": 15, "fp4": 14}  # log2 of the bound of prescaled FP16 sums (paper A.4)
+
+
+def lost_weight(plan: Plan, keys: Tensor) -> Tensor:
+    """Bound of 1 + 2 lambda, FP32, for rows that see up to ``keys`` keys (FP32, any shape).
+
+    lambda is the weight that a row's denominator misses, relative to the denominator. With row sums from the codes it
+    is what rounds to nothing: in E4M3 less than 2^-10 of a key whose largest is 2^a, times 2^6 where V's exponents are
+    folded in; in E2M1 a third of what a group keeps and more, and whole groups whose UE4M3 scale is zero.
+    """
+    recipe = plan.recipe
+    if recipe.row_sum == "weights":
+        return torch.ones_like(keys)
+    if recipe.format == "fp4":
+        return 5.0 + keys * 2.0 ** -(6 + recipe.p_shift)
+    folds = plan.per_token or recipe.variant == "folded"
+    return 1.0 + keys * 2.0 ** ((FOLD_RANGE if folds else 0) - 9 - recipe.p_shift)
