@@ -16,6 +16,11 @@ import torch  # noqa: E402
 if WORKER:
     torch.set_num_threads(1)
 
+# Triton decides when it defines its own functions whether they are interpreted: once per process, before its import.
+# Tests that compile do so in a process of their own.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # How long an example takes on a shared machine says nothing; the examples must be the same on all of them.
 hypothesis.settings.register_profile("flamia", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("flamia")

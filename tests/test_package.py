@@ -80,7 +80,7 @@ def test_ranges_are_loose():
 
 def test_every_extra_can_be_named():
     extras = set(metadata.metadata("flamia").get_all("Provides-Extra"))
-    assert extras == {"cli", "audit", "train", "demo", "gpu", "dev"}
+    assert extras == {"cli", "audit", "train", "demo", "gpu", "softgpu", "dev"}
 
 
 def test_constraints_pin_every_direct_requirement_that_ci_installs():

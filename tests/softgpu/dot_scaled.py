@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import os
+import subprocess
+import sys
+
 import numpy as np
 import triton
 import triton.language as tl
@@ -39,8 +45,19 @@ RECIPES = {
 }
 
 
+@functools.cache
 def compile_product(recipe: str, bm: int, bn: int, bk: int, warps: int = 4):
-    """(PTX text, shared bytes, kernel name)."""
+    """(PTX text, shared bytes, kernel name), from a process of its own: this one may have Triton's interpreter on."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, __file__, recipe, *(str(n) for n in (bm, bn, bk, warps))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    return tuple(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _compile(recipe: str, bm: int, bn: int, bk: int, warps: int):
     element, pack, block, _, (data, scale) = RECIPES[recipe]
     constants = dict(A_TYPE=element, B_TYPE=element, BM=bm, BN=bn, BK=bk, BLOCK=block, PACK=pack)
     signature = dict(
@@ -97,3 +114,7 @@ def run(device: Device, recipe: str, m: int, n: int, k: int, bm: int, bn: int, b
     )
     want = av @ bv.T
     return float(np.abs(c - want).max() / np.sqrt((want**2).mean())), c
+
+
+if __name__ == "__main__":
+    print(json.dumps(_compile(sys.argv[1], *(int(n) for n in sys.argv[2:]))))

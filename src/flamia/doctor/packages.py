@@ -39,6 +39,7 @@ OPTIONAL_PACKAGES = (
     OptionalPackage("triton", "triton", "gpu", "quantization kernels"),
     OptionalPackage("cutlass", "nvidia-cutlass-dsl", "gpu", "attention kernels"),
     OptionalPackage("tvm_ffi", "apache-tvm-ffi", "gpu", "kernel launches"),
+    OptionalPackage("flash_attn", "flash-attn-4", "softgpu", "kernels of others, for the software device"),
 )
 
 
