@@ -111,6 +111,7 @@ def _table(title: str, caption: str) -> Any:
 
 
 def styled(text: str, verdict: str) -> str:
+    """Text in the colour of a verdict, as rich markup; unchanged without one."""
     return f"[{STYLES[verdict]}]{text}[/]" if verdict else text
 
 
@@ -135,6 +136,7 @@ def isolation_table(reports: Sequence[IsolationReport]) -> RenderableType:
 
 
 def isolation_cell(report: IsolationReport, tensor: str) -> str:
+    """Largest change of the other documents' ``tensor``; 0: no bit changed, –: not measured."""
     crossings = [c for c in report.crossings if c.tensor == tensor]
     if not crossings:
         return "–"
@@ -177,10 +179,12 @@ def accuracy_tables(rows: Sequence[Accuracy]) -> Iterator[RenderableType]:
 
 
 def cosine(distance: Distance | None) -> str:
+    """A cosine without its leading zero, – for none."""
     return "–" if distance is None else f"{distance.cosine:.4f}".lstrip("0")
 
 
 def percent(share: float) -> str:
+    """A share in percent, with two decimals below 10 %."""
     return f"{share:.2%}" if share < 0.1 else f"{share:.0%}"
 
 

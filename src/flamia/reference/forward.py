@@ -42,6 +42,7 @@ def scaled_scores(q: Tensor, k: Tensor, scale: float, run_visible: Tensor | None
 
 
 def tiles_per_run(chunk: Chunk) -> int:
+    """Tiles to process together so that about ``RUN_ELEMENTS`` scores are held."""
     return max(1, RUN_ELEMENTS // (chunk.count * TILE * TILE))
 
 

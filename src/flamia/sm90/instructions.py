@@ -45,16 +45,19 @@ def pack_half(a: Float32, b: Float32, kind: str, *, loc: Any = None, ip: Any = N
 
 @dsl_user_op
 def ceil(a: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """Smallest integer not below a."""
     return Float32(_asm(T.f32(), [Float32(a).ir_value(loc=loc, ip=ip)], "cvt.rpi.f32.f32 $0, $1;", "=f,f"))
 
 
 @dsl_user_op
 def exp2(a: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """2^a within two ulp; subnormal results are zero."""
     return Float32(_asm(T.f32(), [Float32(a).ir_value(loc=loc, ip=ip)], "ex2.approx.ftz.f32 $0, $1;", "=f,f"))
 
 
 @dsl_user_op
 def log2(a: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """log2 of a positive number, to about 2^-22."""
     return Float32(_asm(T.f32(), [Float32(a).ir_value(loc=loc, ip=ip)], "lg2.approx.ftz.f32 $0, $1;", "=f,f"))
 
 
@@ -80,12 +83,14 @@ def arrive_after(barrier: Any, a: Float32, b: Float32, *, loc: Any = None, ip: A
 
 
 def quad_max(x: Float32) -> Float32:
+    """Maximum over the four threads of a row."""
     for distance in (1, 2):
         x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, distance))
     return x
 
 
 def quad_sum(x: Float32) -> Float32:
+    """Sum over the four threads of a row."""
     for distance in (1, 2):
         x = x + cute.arch.shuffle_sync_bfly(x, distance)
     return x

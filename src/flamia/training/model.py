@@ -94,6 +94,8 @@ def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Attention(nn.Module):
+    """Causal self-attention with rotary positions over packed rows [T, width]; the attention itself is the caller's."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.heads, self.head_dim = config.heads, config.head_dim
@@ -111,6 +113,8 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
+    """Gated feed-forward layer on [T, width]: down(silu(gate) * up)."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate_up = nn.Linear(config.width, 2 * config.hidden, bias=False)
@@ -122,6 +126,8 @@ class SwiGLU(nn.Module):
 
 
 class Layer(nn.Module):
+    """Attention and feed-forward, each behind an RMSNorm and added to its input."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width)
