@@ -68,6 +68,13 @@ def record(folder: Path) -> None:
     torch.save(out, folder / "cases.pt")
 
 
+def compare(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
+    """Largest difference and share of equal elements; equal infinities are equal, a NaN anywhere is infinitely far."""
+    equal = x == y
+    difference = torch.where(equal, 0.0, (x.double() - y.double()).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return float(difference.max()), float(equal.double().mean())
+
+
 def play(folder: Path, libraries: list[str]) -> None:
     import tvm_ffi
 
@@ -99,10 +106,8 @@ def play(folder: Path, libraries: list[str]) -> None:
         torch.cuda.synchronize()
         for n, a in named.items():
             gpu, soft = value(a, pool).cpu(), value(a, after)
-            difference = (gpu.double() - soft.double()).abs().nan_to_num(0)
-            print(
-                f"{name:20} {n:4} largest difference {difference.max():.3g}, equal {(gpu == soft).double().mean():.2%}"
-            )
+            largest, equal = compare(gpu, soft)
+            print(f"{name:20} {n:4} largest difference {largest:.3g}, equal {equal:.2%}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ of 128 queries, ascending; dQ adds one partial per tile of 128 keys, ascending, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -53,6 +56,33 @@ def prescale(plan: Plan, chunk: Chunk, do_norm: Tensor, payloads: Payloads) -> T
     return p.clamp(formats.MIN_EXPONENT, 126).expand(do_norm.shape[:2])
 
 
+class ChunkStep(Protocol):
+    """Backward of one chunk, a key tile at a time."""
+
+    def key_tile(self, k0: int) -> tuple[Tensor, Tensor]:
+        """dK and dV of the tile of keys that starts at k0, FP32 [N, w, D]; adds to the dQ accumulator."""
+
+    def finished_dq(self) -> Tensor:
+        """dQ after the last tile, FP32 [N, L, D]."""
+
+
+def over_chunks(
+    plan: Plan, documents: Documents, step_of: Callable[[Chunk], ChunkStep]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq FP32 [T, heads, D], dk and dv FP32 [Tk, kv heads, D] of all documents, key tiles ascending."""
+    device = documents.cu_seqlens_q.device
+    dq = torch.zeros(documents.total_q, plan.heads_q, plan.head_dim, device=device)
+    dk = torch.zeros(documents.total_k, plan.heads_kv, plan.head_dim, device=device)
+    dv = torch.zeros_like(dk)
+    for chunk in chunks(documents, plan.heads_kv, plan.ratio, plan.head_dim, plan.left, plan.right):
+        step = step_of(chunk)
+        parts = [step.key_tile(k0) for k0 in range(0, padded_length(chunk.group.len_k), TILE)]
+        chunk.scatter(dq, step.finished_dq(), "q")
+        chunk.scatter(dk, chunk.sum_shared(torch.cat([p[0] for p in parts], 1)), "k")
+        chunk.scatter(dv, chunk.sum_shared(torch.cat([p[1] for p in parts], 1)), "k")
+    return dq, dk, dv
+
+
 def backward(
     plan: Plan,
     payloads: Payloads,
@@ -69,17 +99,11 @@ def backward(
         do_payloads: of do. delta: FP32 [heads, T], do . o of the quantized do, minus dlse where it is given.
         do_norm: FP32 [heads, T, 2], the L1 norm of do and |dlse|.
     """
-    device = lse2.device
-    dq = torch.zeros(documents.total_q, plan.heads_q, plan.head_dim, device=device)
-    dk = torch.zeros(documents.total_k, plan.heads_kv, plan.head_dim, device=device)
-    dv = torch.zeros_like(dk)
-    for chunk in chunks(documents, plan.heads_kv, plan.ratio, plan.head_dim, plan.left, plan.right):
-        step = _ChunkBackward(plan, chunk, payloads, do_payloads, lse2, delta, do_norm)
-        parts = [step.key_tile(k0) for k0 in range(0, padded_length(chunk.group.len_k), TILE)]
-        chunk.scatter(dq, step.finished_dq(), "q")
-        chunk.scatter(dk, chunk.sum_shared(torch.cat([p[0] for p in parts], 1)), "k")
-        chunk.scatter(dv, chunk.sum_shared(torch.cat([p[1] for p in parts], 1)), "k")
-    return dq, dk, dv
+
+    def step(chunk: Chunk) -> _ChunkBackward:
+        return _ChunkBackward(plan, chunk, payloads, do_payloads, lse2, delta, do_norm)
+
+    return over_chunks(plan, documents, step)
 
 
 class _ChunkBackward:

@@ -17,7 +17,7 @@ from flamia.documents import Documents
 from flamia.plan import Plan
 from flamia.quantize.payloads import E4M3Payload, Payloads
 from flamia.reference import counters
-from flamia.reference.backward import PROBABILITY_SHIFT, prescale
+from flamia.reference.backward import PROBABILITY_SHIFT, over_chunks, prescale
 from flamia.reference.chunks import Chunk, chunks
 from flamia.reference.exponentials import exp2, schraudolph_mix
 from flamia.reference.forward import Forward, log2, scaled_scores, tiles_per_run
@@ -138,17 +138,11 @@ def backward(
 
     Arguments as ``reference.backward.backward``; ``do_payloads["do"]`` holds T with one exponent per token, row_max M.
     """
-    device = lse2.device
-    dq = torch.zeros(documents.total_q, plan.heads_q, plan.head_dim, device=device)
-    dk = torch.zeros(documents.total_k, plan.heads_kv, plan.head_dim, device=device)
-    dv = torch.zeros_like(dk)
-    for chunk in chunks(documents, plan.heads_kv, plan.ratio, plan.head_dim, plan.left, plan.right):
-        step = _ChunkBackward(plan, chunk, payloads, do_payloads, lse2, row_max, delta, do_norm)
-        parts = [step.key_tile(k0) for k0 in range(0, padded_length(chunk.group.len_k), TILE)]
-        chunk.scatter(dq, step.finished_dq(), "q")
-        chunk.scatter(dk, chunk.sum_shared(torch.cat([p[0] for p in parts], 1)), "k")
-        chunk.scatter(dv, chunk.sum_shared(torch.cat([p[1] for p in parts], 1)), "k")
-    return dq, dk, dv
+
+    def step(chunk: Chunk) -> _ChunkBackward:
+        return _ChunkBackward(plan, chunk, payloads, do_payloads, lse2, row_max, delta, do_norm)
+
+    return over_chunks(plan, documents, step)
 
 
 class _ChunkBackward:
