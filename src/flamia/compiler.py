@@ -1,0 +1,341 @@
+"""The one place that compiles kernels of the CuTe DSL: in-process and on-disk caches, and folders of ready libraries.
+
+A kernel is named by what changes its code and by nothing else, so lengths, batches and head counts never compile. What
+is compiled becomes a shared library that loads with apache-tvm-ffi alone; calls load libraries and nothing else, so a
+machine without the DSL runs what another one compiled, from a folder that ``flamia compile`` made.
+
+Environment:
+    FLAMIA_KERNELS: a folder of ready libraries; then nothing is compiled, and a kernel that it lacks is an error.
+    FLAMIA_CACHE: where libraries compiled on first use are kept; default ``~/.cache/flamia`` (or XDG_CACHE_HOME's).
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+FUNCTION = "kernel"  # what a library exports
+INDEX = "index.json"  # of a folder of ready libraries
+SHIM = Path(__file__).with_name("compiler_shim.c")
+DSL = "nvidia-cutlass-dsl"
+# The archives that a library is linked with: file, distribution that brings it, part of the path where it has several.
+ARCHIVES = (
+    ("libcuda_dialect_runtime_static.a", "nvidia-cutlass-dsl-libs-cu13", "cu13"),
+    ("libcudart_static.a", "nvidia-cuda-runtime", "cu13"),
+)
+
+Function = Callable[..., Any]
+Option = str | int | float | bool
+
+
+class KernelError(RuntimeError):
+    """A kernel that cannot be had here: the message says what is missing, or what is stale, and what to do."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What changes a kernel's code, and nothing else.
+
+    Attributes:
+        builder: "module:function"; called with ``arch`` and the options, it compiles and returns what ``cute.compile``
+            does (``--enable-tvm-ffi``).
+        source: module that holds the kernel. It, what it imports of flamia, and the builder's module decide whether a
+            library is stale.
+        arch: "sm_90a".
+        options: (name, value) in the order of names.
+    """
+
+    builder: str
+    source: str
+    arch: str
+    options: tuple[tuple[str, Option], ...]
+
+    @property
+    def name(self) -> str:
+        """As messages, ``last_plan()`` and indexes spell it."""
+        options = ", ".join(f"{name}={value}" for name, value in self.options)
+        return f"{self.source.removeprefix('flamia.')}[{self.arch}]({options})"
+
+    def build(self) -> Any:
+        """Compile. Imports the DSL."""
+        module, _, function = self.builder.partition(":")
+        return getattr(importlib.import_module(module), function)(self.arch, **dict(self.options))
+
+
+def make_kernel(builder: str, source: str, arch: str, **options: Option) -> Kernel:
+    """A ``Kernel`` whose options are in order."""
+    return Kernel(builder, source, arch, tuple(sorted(options.items())))
+
+
+@dataclass
+class Statistics:
+    """What this process did. compiled: kernels compiled; cached, ready: libraries loaded from the cache, from a folder."""
+
+    compiled: int = 0
+    cached: int = 0
+    ready: int = 0
+
+
+_lock = threading.RLock()
+_functions: dict[tuple[Kernel, str | None], Function] = {}
+_modules: list[Any] = []  # libraries stay loaded
+_statistics = Statistics()
+
+
+def statistics() -> Statistics:
+    """A copy of the counts so far; ``compiled`` does not move while only lengths change."""
+    with _lock:
+        return Statistics(**asdict(_statistics))
+
+
+def load(kernel: Kernel) -> Function:
+    """The kernel's function: from this process, a folder of ready libraries, the cache, or the compiler.
+
+    Raises:
+        KernelError: the folder lacks the kernel or is stale, or something that compiling needs is missing.
+    """
+    folder = os.environ.get("FLAMIA_KERNELS") or None
+    found = _functions.get((kernel, folder))
+    if found is not None:
+        return found
+    with _lock:
+        found = _functions.get((kernel, folder))
+        if found is None:
+            path = _ready(kernel, Path(folder)) if folder else _cached(kernel)
+            found = _functions[kernel, folder] = _open(path)
+        return found
+
+
+def compile_to(kernel: Kernel, folder: Path) -> Path:
+    """Compile a kernel into a library in a folder, unless it is there; several processes may ask at once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / _file_name(kernel)
+    if path.exists():
+        return path
+    with _locked(path.with_suffix(".lock")):
+        if not path.exists():
+            _build(kernel, path)
+    return path
+
+
+def write_index(folder: Path, kernels: Iterable[Kernel]) -> None:
+    """Add kernels, whose libraries lie in the folder, to its index; entries of older sources leave it."""
+    with _locked(folder / "index.lock"):
+        entries = {e["name"]: e for e in _read_index(folder)} if (folder / INDEX).exists() else {}
+        for kernel in kernels:
+            entries[kernel.name] = _entry(kernel)
+        text = json.dumps({"format": 1, "kernels": [entries[name] for name in sorted(entries)]}, indent=1)
+        temporary = folder / f".{INDEX}.{os.getpid()}"
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(folder / INDEX)
+
+
+def cache_folder() -> Path:
+    """Where libraries compiled on first use are kept."""
+    chosen = os.environ.get("FLAMIA_CACHE")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flamia"
+
+
+# ------------------------------------------------------------------------------------------------------- versions
+
+
+@lru_cache(maxsize=64)
+def source_version(source: str, builder: str = "") -> str:
+    """Hash of a module's text and of every module of flamia that it imports, and of the builder's module."""
+    files: dict[str, bytes] = {}
+    waiting = [source]
+    while waiting:
+        module = waiting.pop()
+        if module not in files:
+            path = _module_file(module)
+            if path is not None:
+                files[module] = path.read_bytes()
+                waiting += _imports(files[module])
+    if builder:
+        module = builder.partition(":")[0]
+        path = _module_file(module)
+        assert path is not None, module
+        files[f"builder {module}"] = path.read_bytes()
+    digest = hashlib.sha256(SHIM.read_bytes())
+    for name in sorted(files):
+        digest.update(name.encode() + b"\0" + files[name] + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _module_file(module: str) -> Path | None:
+    # None for what is not a module: a name imported from one. Found without importing anything.
+    root = Path(__file__).parent.parent.joinpath(*module.split("."))
+    return next((p for p in (root.with_suffix(".py"), root / "__init__.py") if p.is_file()), None)
+
+
+def _imports(text: bytes) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return [name for name in found if name.startswith("flamia.")]
+
+
+def _version(kernel: Kernel) -> str:
+    return source_version(kernel.source, kernel.builder)
+
+
+def _key(kernel: Kernel) -> str:
+    return hashlib.sha256(kernel.name.encode()).hexdigest()[:12]
+
+
+@lru_cache(maxsize=1)
+def _compiler_version() -> str:
+    names = (DSL, *(distribution for _, distribution, _ in ARCHIVES))
+    return " ".join(f"{name} {_installed(name)}" for name in names)
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _file_name(kernel: Kernel) -> str:
+    version = hashlib.sha256(f"{_version(kernel)} {_compiler_version()}".encode()).hexdigest()[:12]
+    room = kernel.source.removeprefix("flamia.").replace(".", "-")
+    return f"{room}-{_key(kernel)}-{version}.so"
+
+
+# --------------------------------------------------------------------------------------------- where libraries are
+
+
+def _entry(kernel: Kernel) -> dict[str, Any]:
+    return {
+        "name": kernel.name,
+        "arch": kernel.arch,
+        "options": dict(kernel.options),
+        "sources": _version(kernel),
+        "compiler": _compiler_version(),
+        "file": _file_name(kernel),
+    }
+
+
+def _read_index(folder: Path) -> list[dict[str, Any]]:
+    path = folder / INDEX
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise KernelError(f"FLAMIA_KERNELS={folder} has no readable {INDEX} ({error}): make it with `flamia compile`")
+    if not isinstance(index, dict) or index.get("format") != 1:
+        raise KernelError(f"{path} has a format of another version of flamia: build the folder again")
+    entries: list[dict[str, Any]] = index["kernels"]
+    return entries
+
+
+def _ready(kernel: Kernel, folder: Path) -> Path:
+    entry = next((e for e in _read_index(folder) if e["name"] == kernel.name), None)
+    if entry is None:
+        raise KernelError(
+            f"FLAMIA_KERNELS={folder} has no library for {kernel.name}: add it with `flamia compile --out {folder}` and "
+            "the options of this call, or unset FLAMIA_KERNELS to compile on first use"
+        )
+    if entry["sources"] != _version(kernel):
+        raise KernelError(
+            f"FLAMIA_KERNELS={folder} is stale: its {kernel.name} was compiled from sources {entry['sources']}, this "
+            f"flamia has {_version(kernel)}; build it again with `flamia compile --arch {kernel.arch} --out {folder}`"
+        )
+    path = folder / str(entry["file"])
+    if not path.is_file():
+        raise KernelError(f"FLAMIA_KERNELS={folder} is incomplete: {path.name}, which its {INDEX} names, is missing")
+    _statistics.ready += 1
+    return path
+
+
+def _cached(kernel: Kernel) -> Path:
+    before = _statistics.compiled
+    path = compile_to(kernel, cache_folder())
+    _statistics.cached += _statistics.compiled == before
+    return path
+
+
+def _open(path: Path) -> Function:
+    try:
+        import tvm_ffi
+    except ModuleNotFoundError as error:
+        raise KernelError("device kernels need apache-tvm-ffi: pip install 'flamia[gpu]'") from error
+    module = tvm_ffi.load_module(str(path))
+    _modules.append(module)
+    function: Function = module[FUNCTION]
+    return function
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    import fcntl
+
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# -------------------------------------------------------------------------------------------------------- linking
+
+
+def _build(kernel: Kernel, path: Path) -> None:
+    if importlib.util.find_spec("cutlass") is None:
+        raise KernelError(
+            f"{kernel.name} is not compiled yet and {DSL} is not installed: pip install 'flamia[gpu]', or set "
+            "FLAMIA_KERNELS to a folder that `flamia compile` made elsewhere"
+        )
+    compiler, archives = _c_compiler(), [_archive(*archive) for archive in ARCHIVES]
+    compiled = kernel.build()
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as name:
+        folder = Path(name)
+        object_file, library = folder / "kernel.o", folder / path.name
+        compiled.export_to_c(
+            object_file_path=str(object_file), function_name=FUNCTION, export_only_tvm_ffi_symbols=True
+        )
+        # Libraries share a process with one another and with torch's CUDA runtime: each binds to its own copy.
+        hide = ["-Wl,--gc-sections", "-Wl,--exclude-libs,ALL", "-Wl,-Bsymbolic", "-s"]
+        command = [compiler, "-shared", "-fPIC", "-O2", "-o", library, SHIM, object_file, *archives, *hide]
+        done = subprocess.run([*command, "-lpthread", "-ldl", "-lrt"], capture_output=True, text=True)
+        if done.returncode:
+            raise KernelError(f"linking {kernel.name} with {compiler} failed: {done.stderr.strip()}")
+        library.replace(path)
+    with _lock:
+        _statistics.compiled += 1
+
+
+def _c_compiler() -> str:
+    chosen = os.environ.get("CC", "cc")
+    found = shutil.which(chosen)
+    if found is None:
+        raise KernelError(f"compiling kernels needs a C compiler to link them: there is no {chosen!r} ($CC, or cc)")
+    return found
+
+
+def _archive(name: str, distribution: str, part: str) -> Path:
+    try:
+        files = importlib.metadata.files(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.name == name and part in file.parts:
+            return Path(str(file.locate()))
+    raise KernelError(f"compiling kernels needs {name} of {distribution}: pip install 'flamia[gpu]'")
