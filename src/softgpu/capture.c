@@ -9,6 +9,8 @@
 typedef int (*launch_callback)(const void *config, const char *kernel, void **parameters);
 static launch_callback callback;
 static int attributes[256];
+/* the last function that was called and is not offered */
+API const char *softgpu_refused;
 API void softgpu_set_callback(launch_callback f) { callback = f; }
 API void softgpu_set_attribute(int which, int value) { if (which >= 0 && which < 256) attributes[which] = value; }
 

@@ -1,7 +1,7 @@
-"""From a compiled kernel to a run: PTX and parameters directly, or a CuTe DSL object whose own host code runs.
+"""From a compiled kernel to a run: PTX and parameters directly, or an object or library whose own host code runs.
 
 ``Device`` holds what stays over launches (SM count, seed, checks, reports); ``launch`` runs one kernel of a PTX
-module; ``load`` links an exported object with the launch capture and gives a callable that takes host tensors.
+module; ``load`` gives the host code of an object or library as a callable that takes host tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import os
 import shutil
 import struct
-import subprocess
 import tempfile
 import time
 import weakref
@@ -22,6 +21,7 @@ import numpy as np
 
 from .checks import ALL, Checks
 from .errors import SoftGPUError
+from .library import host_code
 from .machine import Launch
 from .memory import GlobalMemory
 from .ptx import Module, parse
@@ -137,20 +137,21 @@ class Device:
         self.reports.append(report)
         return report
 
-    def load(self, object_file: str | os.PathLike, ptx: str, function: str = "func") -> SoftFunction:
-        """Link an object exported by the CuTe DSL (``export_to_c(…, export_only_tvm_ffi_symbols=True)``).
+    def load(self, path: str | os.PathLike, ptx: str, function: str = "func") -> SoftFunction:
+        """A function of an object exported by the CuTe DSL (``export_to_c(…, export_only_tvm_ffi_symbols=True)``), or
+        of a shared library made from one with a shared CUDA runtime (``-lcudart`` or the DSL's own).
 
         ``ptx`` is the text of its kernels. Needs a C compiler (``cc``) and apache-tvm-ffi.
         """
-        with tempfile.TemporaryDirectory(prefix="softgpu-") as folder:
-            return SoftFunction(self, _link(Path(object_file), Path(folder)), ptx, function)
+        return SoftFunction(self, Path(path), ptx, function)
 
 
 def run(kernel, *args, device: Device | None = None, ptx: str | None = None, function: str = "func") -> Device:
     """Run a compiled kernel once on host tensors; gives the device, whose last report describes the run.
 
     ``kernel`` is a ``SoftFunction``, what ``cute.compile`` made (with ``--enable-tvm-ffi --keep-ptx``), or the path of
-    an object exported by the CuTe DSL, whose PTX is ``ptx`` or lies beside it with the suffix ``.ptx``.
+    an object exported by the CuTe DSL or of a shared library made from one (see ``Device.load``), whose PTX is ``ptx``
+    or lies beside it with the suffix ``.ptx``.
     """
     device = device or Device()
     if isinstance(kernel, SoftFunction):
@@ -163,7 +164,9 @@ def run(kernel, *args, device: Device | None = None, ptx: str | None = None, fun
         path = Path(kernel)
         device.load(path, path.with_suffix(".ptx").read_text() if ptx is None else ptx, function)(*args)
     else:
-        raise TypeError(f"kernel must be a compiled function or an object file, not {type(kernel).__name__}")
+        raise TypeError(
+            f"kernel must be a compiled function or the path of an object or library, not {type(kernel).__name__}"
+        )
     return device
 
 
@@ -184,23 +187,6 @@ def _extent(array) -> tuple[int, int]:
 _LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p))
 
 
-def _link(object_file: Path, folder: Path) -> Path:
-    """The launch capture and an exported object as one library."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        raise SoftGPUError("a C compiler is needed to link the launch capture; none was found as $CC or cc")
-    library = folder / "kernel.so"
-    source = Path(__file__).with_name("capture.c")
-    # a process that has the CUDA runtime of the DSL loaded must not lend its symbols: bind to our own
-    flags = ["-shared", "-fPIC", "-O1", "-w", "-Wl,-Bsymbolic"]
-    done = subprocess.run(
-        [compiler, *flags, "-o", str(library), str(source), str(object_file)], capture_output=True, text=True
-    )
-    if done.returncode:
-        raise SoftGPUError(f"linking {object_file} failed: {done.stderr.strip()}")
-    return library
-
-
 class SoftFunction:
     """A host function whose launches run on a software device; call it with host tensors and scalars."""
 
@@ -211,40 +197,46 @@ class SoftFunction:
         self.module_ptx = parse(ptx)
         self._folder = tempfile.mkdtemp(prefix="softgpu-")
         self._cleanup = weakref.finalize(self, shutil.rmtree, self._folder, True)
-        # every function has a copy of its own, since the callback belongs to the library
-        self._path = Path(self._folder) / "kernel.so"
-        shutil.copy(library, self._path)
-        self._module = tvm_ffi.load_module(str(self._path))
-        self._library = ctypes.CDLL(str(self._path))
+        # every function has host code of its own, since a callback belongs to the whole library
+        self._host = host_code(library, Path(self._folder))
+        self._capture = self._host.capture
+        self._module = tvm_ffi.load_module(str(self._host.library))
+        self._refused = ctypes.c_char_p.in_dll(self._capture, "softgpu_refused")
         self._callback = _LAUNCH(self._launch)
-        self._library.softgpu_set_callback(self._callback)
+        self._capture.softgpu_set_callback(self._callback)
         major, minor = _capability(self.module_ptx.target)
         # cudaDevAttr: 16 multiprocessors, 75/76 capability, 97 shared memory per block (opt-in), 39 threads per SM
         for which, value in ((16, device.num_sms), (75, major), (76, minor), (97, 232448), (39, 2048)):
-            self._library.softgpu_set_attribute(which, value)
+            self._capture.softgpu_set_attribute(which, value)
         self._function = self._module[function]
         self._error: BaseException | None = None
         self._buffers: list = []
 
     def with_ptx(self, ptx: str, device: Device | None = None) -> SoftFunction:
         """The same host code with other kernel text, for faults on purpose."""
-        return SoftFunction(device or self.device, self._path, ptx, self.function)
+        return SoftFunction(device or self.device, self._host.source, ptx, self.function)
 
     def __call__(self, *args):
         from .host import as_device
 
         self._error = None
+        self._refused.value = None
         self._buffers = []
         converted = [as_device(a, self._buffers) for a in args]
         try:
             result = self._function(*converted)
         except Exception:
-            if self._error is not None:
-                raise self._error from None
+            self._raise()
             raise
-        if self._error is not None:
-            raise self._error
+        self._raise()
         return result
+
+    def _raise(self) -> None:
+        """What went wrong in a launch, or a call that the captured CUDA runtime does not have."""
+        if self._error is not None:
+            raise self._error from None
+        if self._refused.value:
+            raise SoftGPUError(f"the host code asks for {self._refused.value.decode()}, which softgpu does not offer")
 
     def _launch(self, config, name, parameters) -> int:
         try:

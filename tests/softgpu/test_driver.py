@@ -1,7 +1,8 @@
-"""From compiled functions and exported objects to runs."""
+"""From compiled functions, exported objects and libraries to runs."""
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -53,18 +54,83 @@ def test_compiled_in_the_context():
         function(torch.zeros(100), torch.zeros(100), torch.zeros(100), 10000)
 
 
-def test_run_takes_objects_and_compiled_functions(tmp_path):
+def test_run_takes_objects_and_compiled_functions(exported, tmp_path):
     compiled = cute.compile(
         add, *fake(), options=f"--enable-tvm-ffi --gpu-arch sm_100a --keep-ptx --dump-dir={tmp_path}"
     )
     check(lambda *args: softgpu.run(compiled, *args))
-    target = tmp_path / "add.o"
+    check(lambda *args: softgpu.run(exported, *args))
+    with pytest.raises(TypeError, match="kernel must be"):
+        softgpu.run(3)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """An exported object, its PTX beside it."""
+    folder = tmp_path_factory.mktemp("exported")
+    compiled = cute.compile(add, *fake(), options=f"--enable-tvm-ffi --gpu-arch sm_90a --keep-ptx --dump-dir={folder}")
+    target = folder / "add.o"
     compiled.export_to_c(object_file_path=str(target), function_name="func", export_only_tvm_ffi_symbols=True)
     text = compiled.artifacts.PTX
     target.with_suffix(".ptx").write_text((text if "\n" in text else Path(text).read_text()).rstrip("\0"))
-    check(lambda *args: softgpu.run(target, *args))
-    with pytest.raises(TypeError, match="kernel must be"):
-        softgpu.run(3)
+    return target
+
+
+#: what the DSL's static layer over the CUDA runtime lacks of what objects call, for a library that has no errors
+SHIM = "void CuteDSLRT_TVMFFISetRaisedCudaError(void *raise, int code) {}"
+DSL = Path(cutlass.__file__).parents[2] / "cu13" / "lib"
+
+
+def cuda_runtime(name: str) -> Path:
+    found = [p for folder in getattr(pytest.importorskip("nvidia"), "__path__", ()) for p in Path(folder).rglob(name)]
+    if not found:
+        pytest.skip("needs nvidia-cuda-runtime")
+    return found[0]
+
+
+def link(target: Path, *arguments) -> Path:
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-w", "-o", target, *arguments], check=True)
+    return target
+
+
+@pytest.mark.parametrize("runtime", ["libcute_dsl_runtime.so", "libcudart.so.13"])
+def test_run_takes_libraries_with_a_shared_runtime(exported, tmp_path, runtime):
+    if runtime.startswith("libcudart"):
+        (tmp_path / "shim.c").write_text(SHIM)
+        needed = [tmp_path / "shim.c", DSL / "libcuda_dialect_runtime_static.a", cuda_runtime(runtime)]
+    else:
+        needed = [DSL / runtime]
+    library = link(tmp_path / "add.so", exported, *needed, "-Wl,--gc-sections", "-s")
+    ptx = exported.with_suffix(".ptx").read_text()
+    device = softgpu.Device()
+    check(lambda *args: softgpu.run(library, *args, ptx=ptx, device=device))
+    assert device.reports[-1].grid == (2, 1, 1)
+    function = device.load(library, ptx)
+    library.unlink()
+    check(function.with_ptx(ptx))
+    wrong = function.with_ptx(ptx.replace("add.rn.f32", "sub.rn.f32").replace("add.f32", "sub.f32"))
+    a, b, c = torch.randn(100), torch.randn(100), torch.zeros(100)
+    wrong(a, b, c, 100)
+    assert torch.equal(c, a - b)
+
+
+def test_libraries_that_cannot_be_run_say_why(exported, tmp_path):
+    ptx = exported.with_suffix(".ptx").read_text()
+    (tmp_path / "shim.c").write_text(SHIM)
+    inside = [DSL / "libcuda_dialect_runtime_static.a", cuda_runtime("libcudart_static.a")]
+    library = link(tmp_path / "static.so", tmp_path / "shim.c", exported, *inside, "-lpthread", "-ldl", "-lrt")
+    with pytest.raises(softgpu.SoftGPUError, match="has NVIDIA's CUDA runtime inside"):
+        softgpu.run(library, ptx=ptx)
+    with pytest.raises(softgpu.SoftGPUError, match="needs no shared CUDA runtime"):
+        softgpu.run(link(tmp_path / "alone.so", tmp_path / "shim.c"), ptx=ptx)
+    with pytest.raises(softgpu.SoftGPUError, match="must be a 64-bit ELF object or shared library"):
+        softgpu.run(tmp_path / "shim.c", ptx=ptx)
+    (tmp_path / "more.c").write_text(
+        "int cudaMalloc(void *, long); int __tvm_ffi_func() { cudaMalloc(0, 8); return 0; }"
+    )
+    more = link(tmp_path / "more.so", tmp_path / "more.c", cuda_runtime("libcudart.so.13"))
+    with pytest.raises(softgpu.SoftGPUError, match="asks for cudaMalloc, which softgpu does not offer"):
+        softgpu.run(more, ptx=ptx)
 
 
 def test_unreadable_targets_are_refused():
