@@ -36,6 +36,8 @@ def s32(x):
         ("not.b32 %r1, %r10;", lambda a, b: ~a),
         ("max.s32 %r1, %r10, %r11;", lambda a, b: max(s32(a), s32(b))),
         ("min.u32 %r1, %r10, %r11;", min),
+        ("min.relu.s32 %r1, %r10, %r11;", lambda a, b: max(min(s32(a), s32(b)), 0)),
+        ("max.relu.s32 %r1, %r10, %r11;", lambda a, b: max(s32(a), s32(b), 0)),
         ("div.u32 %r1, %r10, %r11;", lambda a, b: a // b),
         ("rem.u32 %r1, %r10, %r11;", lambda a, b: a % b),
         ("div.s32 %r1, %r10, %r11;", lambda a, b: int(Fraction(s32(a), s32(b)))),

@@ -143,10 +143,14 @@ def min_max(g, i):
 
         float_min_max(g, i)
         return
-    _check(g, (), i.parts[1:-1])
+    _check(g, ("relu",) if kind == "s32" else (), i.parts[1:-1])
     code = type_code(kind)
     d, a, b = i.operands
-    g.ufunc(d, code, f"np.{i.parts[0]}imum", g.src(a, code), g.src(b, code))
+    a, b = g.src(a, code), g.src(b, code)
+    if "relu" in i.parts:  # a negative result becomes zero
+        g.dst(d, code, f"np.maximum(np.{i.parts[0]}imum({a}, {b}), np.int32(0))")
+        return
+    g.ufunc(d, code, f"np.{i.parts[0]}imum", a, b)
 
 
 @emits("shl", "shr")
