@@ -9,12 +9,18 @@ import torch
 from torch import Tensor
 
 from flamia.operators import attention_forward
-from flamia.recipe import Recipe, get_recipe
+from flamia.recipe import Recipe, get_recipe, recipes
+from flamia.sm90 import kernels as sm90
 
 HEAD_DIMS = (16, 32, 64, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
-BACKENDS = ("auto", "reference")
+BACKENDS = ("auto", "reference", "sm90")
 Window = Sequence[int | None] | None
+
+# A name asks for formats, and a machine without block-scaled products computes the folded variant of them; a Recipe
+# asks for its variant.
+_FOLDED = {name: get_recipe(name).with_variant("folded") for name in recipes()}
+_REFERENCE = "backend='reference' runs this (plain PyTorch in FP64, for checking numbers, not for speed)"
 
 
 def flash_attn_func(
@@ -43,7 +49,8 @@ def flash_attn_func(
         deterministic: fix the order of every sum. The reference always does.
         return_lse: also return the log-sum-exp of the scaled scores.
         recipe: a name from ``flamia.recipes()`` or a ``flamia.Recipe``.
-        backend: "auto" (the native kernels of the device, the reference on a CPU) or "reference".
+        backend: "auto" (the native kernels of the device, the reference on a CPU), "reference" or "sm90". On Hopper a
+            recipe's name stands for its folded variant.
         k_offset, v_offset: [kv heads, D] constants near the channel means of k and v, from earlier steps, removed
             before quantization and added back exactly: they cannot leak (docs/numerics.md). Reference only.
 
@@ -176,8 +183,10 @@ def _attention(
     resolved = get_recipe(recipe)
     _check_tensors(q, k, v)
     head_dim = q.shape[2]
-    _check_recipe(resolved, head_dim)
     backend = _backend(backend, q.device)
+    if backend == "sm90" and isinstance(recipe, str):
+        resolved = _FOLDED[recipe]
+    _check_recipe(resolved, head_dim)
     for name, offset in (("k_offset", k_offset), ("v_offset", v_offset)):
         _check_offset(name, offset, k)
     if softmax_scale is None:
@@ -191,6 +200,11 @@ def _attention(
             "q, k or v requires a gradient, but this recipe has training=False (its exponential is for inference): "
             "call it under torch.no_grad() or use a recipe with training=True"
         )
+    if backend == "sm90":
+        offsets = k_offset is not None or v_offset is not None
+        reason = sm90.unsupported(resolved, head_dim, q.dtype, training=training, offsets=offsets)
+        if reason is not None:
+            raise ValueError(f"{reason}; {_REFERENCE}")
     result = attention_forward(
         q,
         k,
@@ -262,12 +276,17 @@ def _check_offset(name: str, offset: Tensor | None, k: Tensor) -> None:
 def _backend(backend: str, device: torch.device) -> str:
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown: it must be one of {', '.join(map(repr, BACKENDS))}")
-    if backend == "auto" and device.type != "cpu":
-        raise ValueError(
-            f"backend='auto' found no native kernel for {device}: this version has none; backend='reference' runs "
-            "there (plain PyTorch in FP64, for checking numbers, not for speed)"
-        )
-    return "reference"
+    if backend == "reference" or (backend == "auto" and device.type == "cpu"):
+        return "reference"
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        capability = (properties.major, properties.minor)
+        if capability == (9, 0):
+            return "sm90"
+        found = f"{device} of compute capability {capability[0]}.{capability[1]}"
+    else:
+        found = f"device {device}"
+    raise ValueError(f"backend={backend!r} has no kernels for {found}: 'sm90' serves Hopper (9.0); {_REFERENCE}")
 
 
 def _window(window_size: Window) -> tuple[int, int]:

@@ -27,3 +27,19 @@ def lost_weight(plan: Plan, keys: Tensor) -> Tensor:
         return 5.0 + keys * 2.0 ** -(6 + recipe.p_shift)
     folds = plan.per_token or recipe.variant == "folded"
     return 1.0 + keys * 2.0 ** ((FOLD_RANGE if folds else 0) - 9 - recipe.p_shift)
+
+
+def uneven_documents(exponents: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """uint8 [heads, documents]: 1 where exponents of a document, UE8M0 [heads, T], vary by more than ``FOLD_RANGE``.
+
+    cu_seqlens: int32 [documents + 1]. Documents without tokens vary by nothing.
+    """
+    documents = cu_seqlens.shape[0] - 1
+    tokens = torch.arange(exponents.shape[1], device=exponents.device)
+    owner = torch.searchsorted(cu_seqlens[1:].to(torch.int64), tokens, right=True)  # of the tail: documents
+    owner = owner.expand(exponents.shape)
+    e = exponents.to(torch.int32)
+    start = e.new_zeros((exponents.shape[0], documents + 1))
+    top = start.scatter_reduce(1, owner, e, "amax")
+    below = start.scatter_reduce(1, owner, 255 - e, "amax")
+    return (top + below > 255 + FOLD_RANGE)[:, :documents].to(torch.uint8)

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flamia.compiler import KernelError
+
 # name: (module, function, one line of help). The function's parameters, annotated for typer, are the options.
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "doctor": ("flamia.doctor.cli", "doctor", "What this machine can run, what is missing, and a self-test."),
@@ -22,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     ),
     "train": ("flamia.training.cli", "train", "Train a byte-level GPT on real text with any recipe."),
     "bench": ("flamia.benchmarks.cli", "bench", "How fast the device kernels are on this machine's GPU."),
+    "compile": ("flamia.precompile", "compile_kernels", "Ready kernel libraries, for machines without the compiler."),
     "demo": ("flamia.demo", "demo", "All of these on this machine in minutes, ending in one HTML report."),
 }
 
@@ -76,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     before = words[: words.index(asked)] if asked else words
     try:
         build(asked)(args=words, prog_name="flamia")
-    except (ModuleNotFoundError, ValueError, TypeError) as error:
+    except (ModuleNotFoundError, ValueError, TypeError, KernelError) as error:
         explained = _explain(error)
         if explained is None or "--traceback" in before:
             raise

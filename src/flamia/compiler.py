@@ -84,7 +84,12 @@ def make_kernel(builder: str, source: str, arch: str, **options: Option) -> Kern
 
 @dataclass
 class Statistics:
-    """What this process did. compiled: kernels compiled; cached, ready: libraries loaded from the cache, from a folder."""
+    """What this process did.
+
+    Attributes:
+        compiled: kernels compiled.
+        cached, ready: kernels loaded from the cache, and from a folder of ready libraries.
+    """
 
     compiled: int = 0
     cached: int = 0
@@ -241,7 +246,9 @@ def _read_index(folder: Path) -> list[dict[str, Any]]:
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise KernelError(f"FLAMIA_KERNELS={folder} has no readable {INDEX} ({error}): make it with `flamia compile`")
+        raise KernelError(
+            f"FLAMIA_KERNELS={folder} has no readable {INDEX} ({error}): make it with `flamia compile`"
+        ) from error
     if not isinstance(index, dict) or index.get("format") != 1:
         raise KernelError(f"{path} has a format of another version of flamia: build the folder again")
     entries: list[dict[str, Any]] = index["kernels"]
@@ -252,8 +259,8 @@ def _ready(kernel: Kernel, folder: Path) -> Path:
     entry = next((e for e in _read_index(folder) if e["name"] == kernel.name), None)
     if entry is None:
         raise KernelError(
-            f"FLAMIA_KERNELS={folder} has no library for {kernel.name}: add it with `flamia compile --out {folder}` and "
-            "the options of this call, or unset FLAMIA_KERNELS to compile on first use"
+            f"FLAMIA_KERNELS={folder} has no library for {kernel.name}: add it with `flamia compile --out {folder}` "
+            "and the options of this call, or unset FLAMIA_KERNELS to compile on first use"
         )
     if entry["sources"] != _version(kernel):
         raise KernelError(
@@ -313,7 +320,8 @@ def _build(kernel: Kernel, path: Path) -> None:
         )
         # Libraries share a process with one another and with torch's CUDA runtime: each binds to its own copy.
         hide = ["-Wl,--gc-sections", "-Wl,--exclude-libs,ALL", "-Wl,-Bsymbolic", "-s"]
-        command = [compiler, "-shared", "-fPIC", "-O2", "-o", library, SHIM, object_file, *archives, *hide]
+        inputs = [str(file) for file in (SHIM, object_file, *archives)]
+        command = [compiler, "-shared", "-fPIC", "-O2", "-o", str(library), *inputs, *hide]
         done = subprocess.run([*command, "-lpthread", "-ldl", "-lrt"], capture_output=True, text=True)
         if done.returncode:
             raise KernelError(f"linking {kernel.name} with {compiler} failed: {done.stderr.strip()}")

@@ -6,6 +6,8 @@ Operators take packed tensors and plain values only, and return every tensor tha
 
 from __future__ import annotations
 
+import importlib
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +20,8 @@ from flamia.quantize.payloads import Payloads, empty_payloads
 from flamia.recipe import recipe_from_key
 from flamia.reference import backend as reference
 
+DEBUG = "FLAMIA_DEBUG"  # environment: check offsets on the host before every native call, which synchronises
+
 _last_plan: Plan | None = None
 
 
@@ -26,9 +30,14 @@ def last_plan() -> Plan | None:
     return _last_plan
 
 
-def _ran(plan: Plan, direction: str) -> None:
+def _native(backend: str) -> Any:
+    """The door of a backend of kernels. Imported on first use: it needs packages that flamia does without."""
+    return importlib.import_module(f"flamia.{backend}.backend")
+
+
+def _ran(plan: Plan, kernels: tuple[str, ...]) -> None:
     global _last_plan
-    _last_plan = replace(plan, kernels=reference.KERNELS[plan.recipe.variant, direction])
+    _last_plan = replace(plan, kernels=kernels)
 
 
 def _plan(
@@ -85,13 +94,19 @@ def attention_forward(
     shape = (q.shape[2], q.shape[1], k.shape[1])
     plan = _plan(recipe, backend, shape, softmax_scale, left, right, deterministic, training)
     documents = Documents(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
-    documents.check_host(max_seqlen_q, max_seqlen_k)
-    o, centred, lse, result, payloads = reference.run_forward(plan, q, k, v, documents, k_offset, v_offset)
-    _ran(plan, "forward")
-    if not training:
-        return [o, lse]
-    extra = [] if v_offset is None else [centred]
-    return [o, lse, *extra, result.lse2, result.row_max, *payloads.flatten()]
+    if backend == "reference" or os.environ.get(DEBUG):
+        documents.check_host(max_seqlen_q, max_seqlen_k)
+    extra: list[Tensor] = []
+    if backend == "reference":
+        o, centred, lse, result, payloads = reference.run_forward(plan, q, k, v, documents, k_offset, v_offset)
+        kept = payloads.flatten() if training else []
+        extra = [] if v_offset is None else [centred]
+        _ran(plan, reference.KERNELS[plan.recipe.variant, "forward"])
+    else:
+        native = _native(backend)
+        o, lse, result, kept = native.run_forward(plan, q, k, v, documents)
+        _ran(plan, native.kernel_names(plan, "forward", q.dtype))
+    return [o, lse, *extra, result.lse2, result.row_max, *kept] if training else [o, lse]
 
 
 @attention_forward.register_fake
@@ -122,8 +137,12 @@ def _(
     if not training:
         return [o(), row()]
     plan = _plan(recipe, backend, (q.shape[2], q.shape[1], k.shape[1]), softmax_scale, left, right, deterministic, True)
-    payloads = empty_payloads(plan.forward_specs, q, k, cu_seqlens_q.shape[0] - 1)
-    return [o(), row(), *([] if v_offset is None else [o()]), row(), row(), *payloads]
+    documents = cu_seqlens_q.shape[0] - 1
+    if backend == "reference":
+        kept = empty_payloads(plan.forward_specs, q, k, documents)
+    else:
+        kept = _native(backend).empty_kept(plan, q, k, documents)
+    return [o(), row(), *([] if v_offset is None else [o()]), row(), row(), *kept]
 
 
 @torch.library.custom_op("flamia::attention_backward", mutates_args=())
@@ -133,7 +152,7 @@ def attention_backward(
     o: Tensor,
     lse2: Tensor,
     row_max: Tensor,
-    payloads: list[Tensor],
+    kept: list[Tensor],
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     k_offset: Tensor | None,
@@ -150,10 +169,16 @@ def attention_backward(
     shape = (do.shape[2], do.shape[1], heads_kv)
     plan = _plan(recipe, backend, shape, softmax_scale, left, right, deterministic, True)
     documents = Documents(cu_seqlens_q, cu_seqlens_k, do.shape[0], total_k)
-    saved = Payloads.unflatten(plan.forward_specs, payloads)
-    result = reference.run_backward(plan, do, dlse, o, lse2, row_max, saved, documents, k_offset)
-    _ran(plan, "backward")
-    return result
+    gradients: tuple[Tensor, Tensor, Tensor]
+    if backend == "reference":
+        payloads = Payloads.unflatten(plan.forward_specs, kept)
+        gradients = reference.run_backward(plan, do, dlse, o, lse2, row_max, payloads, documents, k_offset)
+        _ran(plan, reference.KERNELS[plan.recipe.variant, "backward"])
+    else:
+        native = _native(backend)
+        gradients = native.run_backward(plan, do, dlse, o, lse2, row_max, kept, documents)
+        _ran(plan, native.kernel_names(plan, "backward", do.dtype))
+    return gradients
 
 
 @attention_backward.register_fake
@@ -163,7 +188,7 @@ def _(
     o: Tensor,
     lse2: Tensor,
     row_max: Tensor,
-    payloads: list[Tensor],
+    kept: list[Tensor],
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     k_offset: Tensor | None,
@@ -212,13 +237,13 @@ def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, 
     do, dlse = gradients[0], gradients[1]
     if not ctx.training:
         raise RuntimeError("this attention call kept nothing for a backward: it ran with gradients disabled")
-    cu_q, cu_k, k_offset, o, lse2, row_max, *payloads = ctx.saved_tensors
+    cu_q, cu_k, k_offset, o, lse2, row_max, *kept = ctx.saved_tensors
     none = (None,) * 13
     if do is None and dlse is None:
         return (None, None, None, *none)
     if do is None:
         do = torch.zeros_like(o)
-    dq, dk, dv = attention_backward(do, dlse, o, lse2, row_max, payloads, cu_q, cu_k, k_offset, *ctx.arguments)
+    dq, dk, dv = attention_backward(do, dlse, o, lse2, row_max, kept, cu_q, cu_k, k_offset, *ctx.arguments)
     grads = [g if need else None for g, need in zip((dq, dk, dv), ctx.needs_input_grad, strict=False)]
     return (*grads, *none)
 

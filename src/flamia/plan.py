@@ -58,8 +58,13 @@ class Plan:
 
     @property
     def forward_specs(self) -> tuple[Spec, ...]:
-        return forward_specs(self.recipe, self.training)
+        return forward_specs(self.recipe, self.training, self.transposes)
 
     @property
     def backward_specs(self) -> tuple[Spec, ...]:
-        return backward_specs(self.recipe)
+        return backward_specs(self.recipe, self.transposes)
+
+    @property
+    def transposes(self) -> bool:
+        """Whether E4M3 operands that are contracted along tokens come as column payloads, too."""
+        return self.backend == "sm90"

@@ -164,6 +164,10 @@ class Recipe:
         fp4_keys = self.format == "fp4" and not self.exact_operands
         return self.operand_scale != "block" or self.scale_rounding == "floor" or fp4_keys
 
+    def with_variant(self, variant: str) -> Recipe:
+        """The same formats and options on other tensor cores; itself where that is not defined (ablations, fp4)."""
+        return self if self.format == "fp4" or self.is_ablation else dataclasses.replace(self, variant=variant)
+
     def rotates(self, head_dim: int) -> bool:
         """Whether q and k are rotated at this head dimension (resolves ``rotate=None``)."""
         if self.rotate is None:

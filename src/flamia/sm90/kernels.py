@@ -9,9 +9,10 @@ import torch
 
 from flamia.compiler import Kernel, make_kernel
 from flamia.plan import Plan
+from flamia.recipe import Recipe
 
-ARCHS = ("sm_90a",)
 HEAD_DIMS = (64, 128)
+TRAINS = False  # whether there is a backward
 DTYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 
 
@@ -48,6 +49,31 @@ def build_forward(arch: str, *, dtype: str, left: bool, right: bool, head_dim: i
     return compile_forward(kernel, getattr(cutlass, dtype), arch=arch)
 
 
-def call_kernels(plan: Plan, dtype: torch.dtype) -> Iterator[Kernel]:
-    """Every kernel that a call with this plan, and its backward where there is one, loads."""
-    yield from forward_kernels(plan, dtype)
+def call_kernels(plan: Plan, dtype: torch.dtype, arch: str = "sm_90a") -> Iterator[Kernel]:
+    """Every kernel that a call with this plan, and its backward where the plan trains, loads."""
+    yield from forward_kernels(plan, dtype, arch)
+
+
+def unsupported(
+    recipe: Recipe, head_dim: int, dtype: torch.dtype, *, training: bool, offsets: bool = False
+) -> str | None:
+    """Why Hopper kernels cannot run a call, naming the option; None where they can."""
+    if recipe.format != "mxfp8":
+        return f"format={recipe.format!r} has no Hopper kernel, 'mxfp8' has"
+    if recipe.is_ablation:
+        return "ablations of the scales run on the reference alone"
+    if recipe.variant != "folded":
+        return "variant='block' needs a tensor core with block scales; variant='folded' is what Hopper computes"
+    if recipe.exact_operands:
+        return "exact_operands=True has no Hopper kernel yet, exact_operands=False has"
+    if recipe.exponential != "exact":
+        return f"exponential={recipe.exponential!r} has no Hopper kernel, 'exact' has"
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim={head_dim} has no Hopper kernel, {HEAD_DIMS} have"
+    if dtype not in DTYPES:
+        return f"dtype {dtype} has no Hopper kernel, torch.bfloat16 and torch.float16 have"
+    if offsets:
+        return "k_offset and v_offset run on the reference alone"
+    if training and not TRAINS:
+        return "q, k or v requires a gradient, and the Hopper backward is not there yet; under torch.no_grad() it runs"
+    return None

@@ -1,0 +1,119 @@
+"""`flamia compile`: a folder of ready kernel libraries, for machines and jobs that should not compile."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from flamia.compiler import Kernel, compile_to, write_index
+from flamia.plan import Plan
+from flamia.recipe import get_recipe
+
+# Architecture: backend, whose module ``kernels`` lists what a call loads, and the variant that it computes.
+BACKENDS = {"sm_90a": ("sm90", "folded")}
+MASKS: dict[str, tuple[int | None, int | None]] = {
+    "full": (None, None),
+    "causal": (None, 0),
+    "window": (1, 0),
+    "left": (1, None),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def compile_kernels(
+    out: Annotated[Path, typer.Option(help="The folder. Libraries that are there and current are kept.")],
+    arch: Annotated[str, typer.Option(help="sm_90a (Hopper).")] = "sm_90a",
+    recipes: Annotated[str, typer.Option(help="Names of recipes, with commas.")] = "mxfp8",
+    head_dims: Annotated[str, typer.Option(help="Head dimensions, with commas.")] = "64,128",
+    ratios: Annotated[str, typer.Option(help="Query heads per key/value head, with commas.")] = "1,2,4,8",
+    masks: Annotated[str, typer.Option(help="full, causal, window (both sides), left, with commas.")] = (
+        "full,causal,window"
+    ),
+    dtypes: Annotated[str, typer.Option(help="bf16, fp16, with commas.")] = "bf16",
+    jobs: Annotated[int, typer.Option(help="Processes, each of about 1 GiB. 0: one for each core.", min=0)] = 0,
+) -> None:
+    """Compile kernels for machines without the compiler, and for jobs that should not wait for it.
+
+    Needs no GPU. Use the folder with FLAMIA_KERNELS=FOLDER; the calls made then need apache-tvm-ffi and no compiler.
+    """
+    kernels = list(
+        select(arch, _words(recipes), _numbers("head_dims", head_dims), _numbers("ratios", ratios), masks, dtypes)
+    )
+    build(kernels, out, jobs or len(os.sched_getaffinity(0)))
+
+
+def select(
+    arch: str, recipes: list[str], head_dims: list[int], ratios: list[int], masks: str, dtypes: str
+) -> Iterator[Kernel]:
+    """The distinct kernels of these calls.
+
+    Raises:
+        ValueError: a value that is unknown, or one that the architecture has no kernel for.
+    """
+    if arch not in BACKENDS:
+        raise ValueError(f"arch={arch!r} is unknown: it must be one of {', '.join(BACKENDS)}")
+    for name, words, known in (("masks", masks, MASKS), ("dtypes", dtypes, DTYPES)):
+        for word in _words(words):
+            if word not in known:
+                raise ValueError(f"{name}={word!r} is unknown: it must be one of {', '.join(known)}")
+    backend, variant = BACKENDS[arch]
+    room = importlib.import_module(f"flamia.{backend}.kernels")
+    seen: set[Kernel] = set()
+    for name in recipes:
+        recipe = get_recipe(name).with_variant(variant)
+        for head_dim in head_dims:
+            for ratio in ratios:
+                for mask in _words(masks):
+                    for word in _words(dtypes):
+                        dtype = DTYPES[word]
+                        reason = room.unsupported(recipe, head_dim, dtype, training=False)
+                        if reason is not None:
+                            raise ValueError(f"recipes={name!r}, head_dims={head_dim}: {reason}")
+                        plan = Plan(recipe, backend, (), head_dim, ratio, 1, 1.0, *MASKS[mask], False, False)
+                        fresh = [kernel for kernel in room.call_kernels(plan, dtype, arch) if kernel not in seen]
+                        seen.update(fresh)
+                        yield from fresh
+
+
+def build(kernels: list[Kernel], out: Path, jobs: int, console: Console | None = None) -> None:
+    """Compile into ``out`` in ``jobs`` processes and write its index. The index lists only what is complete."""
+    console = console or Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        ProcessPoolExecutor(min(jobs, len(kernels)), multiprocessing.get_context("spawn")) as pool,
+        Progress(*columns, console=console) as progress,
+    ):
+        bar = progress.add_task("kernels", total=len(kernels))
+        waiting = {pool.submit(compile_to, kernel, out): kernel for kernel in kernels}
+        try:
+            for done in as_completed(waiting):
+                done.result()
+                write_index(out, [waiting[done]])
+                progress.advance(bar)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    size = sum(file.stat().st_size for file in out.glob("*.so"))
+    console.print(f"{len(kernels)} kernels in {out}, {size / 2**20:.1f} MiB. Use them with FLAMIA_KERNELS={out}")
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    words = _words(text)
+    for word in words:
+        if not word.isdigit() or int(word) == 0:
+            raise ValueError(f"{name}={text!r} must be positive integers with commas, got {word!r}")
+    return [int(word) for word in words]
