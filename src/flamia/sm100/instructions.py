@@ -1,0 +1,232 @@
+"""PTX of the fifth-generation tensor core, and arithmetic that the DSL has no function for.
+
+Tensor-memory addresses are 32-bit: lane in the upper half, column in the lower. Shared-memory addresses are 32-bit. A
+function that issues to the tensor core is called by a whole warp; one elected lane issues.
+"""
+
+from typing import Any
+
+from cutlass import Float32, Int32, Int64
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+# Fields of the instruction descriptor (PTX ISA, "Instruction descriptor"); E4M3 operands are format 0.
+_FP32_ACCUMULATOR, _B_MN_MAJOR, _UE8M0 = 1 << 4, 1 << 16, 1 << 23
+_VERSION = 1 << 14  # bits 46 to 48 of a matrix descriptor, in its upper word
+_SWIZZLE = {16: 0, 32: 6 << 29, 64: 4 << 29, 128: 2 << 29}  # bytes of a row of the atom -> bits 61 to 63
+
+
+def _asm(result: Any, operands: list[Any], text: str, constraints: str, effects: bool = False) -> Any:
+    dialect = llvm.AsmDialect.AD_ATT
+    return llvm.inline_asm(
+        result, operands, text, constraints, has_side_effects=effects, is_align_stack=False, asm_dialect=dialect
+    )
+
+
+def _shape(m: int, n: int) -> int:
+    return (n >> 3) << 17 | (m >> 4) << 24
+
+
+def _upper(stride: int, row: int) -> int:
+    # Upper word of a matrix descriptor: bytes between groups of eight rows (or depths), bytes of a row.
+    return stride >> 4 | _VERSION | _SWIZZLE[row]
+
+
+@dsl_user_op
+def score_product(d: Int32, q: Int32, k: Int32, keys: int, head_dim: int, *, loc: Any = None, ip: Any = None) -> None:
+    """[128, keys] = q k^T, unscaled: E4M3 codes [128, head_dim] and [keys, head_dim] in shared memory.
+
+    d: tensor memory. q, k: shared addresses of operands whose rows of head_dim bytes are one swizzle width.
+    """
+    upper = _upper(8 * head_dim, head_dim)
+    descriptor = _FP32_ACCUMULATOR | _shape(128, keys)
+    steps = "".join(
+        f"\tadd.u32 x, $1, {2 * k};\n\tmov.b64 a, {{x, {upper:#x}}};\n\tadd.u32 x, $2, {2 * k};\n\t"
+        f"mov.b64 b, {{x, {upper:#x}}};\n\t"
+        f"@one tcgen05.mma.cta_group::1.kind::f8f6f4 [$0], a, b, {descriptor:#x}, {'p' if k else 'q'};\n"
+        for k in range(head_dim // 32)
+    )
+    text = (
+        "{\n\t.reg .pred one, p, q;\n\t.reg .b32 x;\n\t.reg .b64 a, b;\n\telect.sync _|one, -1;\n\t"
+        "setp.eq.u32 p, 0, 0;\n\tsetp.ne.u32 q, 0, 0;\n" + steps + "\t}"
+    )
+    values = [Int32(d), Int32(q) >> 4, Int32(k) >> 4]
+    _asm(None, [x.ir_value(loc=loc, ip=ip) for x in values], text, "r,r,r", effects=True)
+
+
+@dsl_user_op
+def value_product(
+    d: Int32,
+    p: Int32,
+    v: Int32,
+    scale_p: Int32,
+    scale_v: Int32,
+    more: Int32,
+    head_dim: int,
+    *,
+    loc: Any = None,
+    ip: Any = None,
+) -> None:
+    """[128, head_dim] = or += p v over 128 keys, block-scaled.
+
+    d, p: tensor memory, accumulator and E4M3 codes [128, 128]. v: shared address of E4M3 codes [128, head_dim], rows
+    one swizzle width. scale_p, scale_v: tensor memory, UE8M0 words of four blocks of 32 keys. more: 0 to overwrite d.
+    """
+    upper = _upper(8 * head_dim, head_dim)
+    descriptor = _B_MN_MAJOR | _UE8M0 | _shape(128, head_dim)
+    steps = "".join(
+        f"\tadd.u32 x, $2, {k * 32 * head_dim >> 4};\n\tmov.b64 b, {{x, {upper:#x}}};\n\tadd.u32 x, $1, {8 * k};\n\t"
+        f"or.b32 y, $3, {k << 30:#x};\n\tor.b32 z, $4, {k << 30:#x};\n\t"
+        f"@one tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale [$0], [x], b, {descriptor | k << 29 | k << 4:#x}, "
+        f"[y], [z], {'q' if k else 'p'};\n"
+        for k in range(4)
+    )
+    text = (
+        "{\n\t.reg .pred one, p, q;\n\t.reg .b32 x, y, z;\n\t.reg .b64 b;\n\telect.sync _|one, -1;\n\t"
+        "setp.ne.u32 p, $5, 0;\n\tsetp.eq.u32 q, 0, 0;\n" + steps + "\t}"
+    )
+    values = [Int32(d), Int32(p), Int32(v) >> 4, Int32(scale_p), Int32(scale_v), Int32(more)]
+    _asm(None, [x.ir_value(loc=loc, ip=ip) for x in values], text, "r,r,r,r,r,r", effects=True)
+
+
+@dsl_user_op
+def copy_scales(column: Int32, atom: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """A scale atom of 512 bytes, shared address ``atom``, to four columns of tensor memory in all lane quarters."""
+    text = (
+        "{\n\t.reg .pred one;\n\t.reg .b64 a;\n\telect.sync _|one, -1;\n\t"
+        f"mov.b64 a, {{$1, {_upper(128, 16):#x}}};\n\t"
+        "@one tcgen05.cp.cta_group::1.32x128b.warpx4 [$0], a;\n\t}"
+    )
+    values = [Int32(column), Int32(atom) >> 4]
+    _asm(None, [x.ir_value(loc=loc, ip=ip) for x in values], text, "r,r", effects=True)
+
+
+@dsl_user_op
+def commit(barrier: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Arrive on an mbarrier when everything that this warp has issued to the tensor core is done."""
+    text = (
+        "{\n\t.reg .pred one;\n\telect.sync _|one, -1;\n\t"
+        "@one tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [$0];\n\t}"
+    )
+    _asm(None, [Int32(barrier.toint()).ir_value(loc=loc, ip=ip)], text, "r", effects=True)
+
+
+@dsl_user_op
+def load_columns(address: Int32, columns: int, *, loc: Any = None, ip: Any = None) -> list[Float32]:
+    """One row per lane: ``columns`` (a power of two) FP32 of tensor memory. ``wait_loads`` before use."""
+    result = llvm.StructType.get_literal([T.f32()] * columns)
+    names = ", ".join(f"${i}" for i in range(columns))
+    text = f"tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {{{names}}}, [${columns}];"
+    constraints = "=f," * columns + "r"
+    values = _asm(result, [Int32(address).ir_value(loc=loc, ip=ip)], text, constraints, effects=True)
+    return [Float32(llvm.extractvalue(T.f32(), values, [i], loc=loc, ip=ip)) for i in range(columns)]
+
+
+@dsl_user_op
+def load_columns_max(address: Int32, columns: int, *, loc: Any = None, ip: Any = None) -> tuple[list[Float32], Float32]:
+    """``load_columns`` and the row's maximum over them; sm_103a."""
+    result = llvm.StructType.get_literal([T.f32()] * (columns + 1))
+    names = ", ".join(f"${i}" for i in range(columns))
+    text = f"tcgen05.ld.red.sync.aligned.32x32b.x{columns}.max.f32 {{{names}}}, ${columns}, [${columns + 1}];"
+    constraints = "=f," * (columns + 1) + "r"
+    values = _asm(result, [Int32(address).ir_value(loc=loc, ip=ip)], text, constraints, effects=True)
+    numbers = [Float32(llvm.extractvalue(T.f32(), values, [i], loc=loc, ip=ip)) for i in range(columns + 1)]
+    return numbers[:-1], numbers[-1]
+
+
+@dsl_user_op
+def store_columns(address: Int32, values: list[Any], *, loc: Any = None, ip: Any = None) -> None:
+    """Words (FP32 or 32-bit) to tensor memory, one row per lane. ``wait_stores`` before anybody reads them."""
+    count, real = len(values), isinstance(values[0], Float32)
+    names = ", ".join(f"${i + 1}" for i in range(count))
+    text = f"tcgen05.st.sync.aligned.32x32b.x{count}.b32 [$0], {{{names}}};"
+    words = [x.ir_value(loc=loc, ip=ip) for x in (Int32(address), *values)]
+    _asm(None, words, text, "r" + (",f" if real else ",r") * count, effects=True)
+
+
+@dsl_user_op
+def wait_loads(*, loc: Any = None, ip: Any = None) -> None:
+    """Until this warp's loads of tensor memory are done."""
+    _asm(None, [], "tcgen05.wait::ld.sync.aligned;", "", effects=True)
+
+
+@dsl_user_op
+def wait_stores(*, loc: Any = None, ip: Any = None) -> None:
+    """Until this warp's stores to tensor memory are done."""
+    _asm(None, [], "tcgen05.wait::st.sync.aligned;", "", effects=True)
+
+
+@dsl_user_op
+def fence_before(*, loc: Any = None, ip: Any = None) -> None:
+    """Order earlier accesses to tensor memory before a following arrive."""
+    _asm(None, [], "tcgen05.fence::before_thread_sync;", "", effects=True)
+
+
+@dsl_user_op
+def fence_after(*, loc: Any = None, ip: Any = None) -> None:
+    """Order later accesses to tensor memory after a preceding wait."""
+    _asm(None, [], "tcgen05.fence::after_thread_sync;", "", effects=True)
+
+
+@dsl_user_op
+def pack_e4m3(a: Float32, b: Float32, c: Float32, d: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Four E4M3 codes, nearest even and saturating; a in the lowest byte."""
+    text = (
+        "{\n\t.reg .b16 lo, hi;\n\tcvt.rn.satfinite.e4m3x2.f32 lo, $2, $1;\n\t"
+        "cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;\n\tmov.b32 $0, {lo, hi};\n\t}"
+    )
+    return Int32(_asm(T.i32(), [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c, d)], text, "=r,f,f,f,f"))
+
+
+@dsl_user_op
+def sum_codes(word: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Float32, Float32]:
+    """Of four E4M3 codes the sum of the first and third, and of the others: in FP16, exact within a factor 2^7."""
+    text = (
+        "{\n\t.reg .b16 lo, hi;\n\t.reg .b32 x, y;\n\tmov.b32 {lo, hi}, $2;\n\tcvt.rn.f16x2.e4m3x2 x, lo;\n\t"
+        "cvt.rn.f16x2.e4m3x2 y, hi;\n\tadd.rn.f16x2 x, x, y;\n\tmov.b32 {lo, hi}, x;\n\tcvt.f32.f16 $0, lo;\n\t"
+        "cvt.f32.f16 $1, hi;\n\t}"
+    )
+    result = llvm.StructType.get_literal([T.f32(), T.f32()])
+    values = _asm(result, [Int32(word).ir_value(loc=loc, ip=ip)], text, "=f,=f,r")
+    even, odd = (Float32(llvm.extractvalue(T.f32(), values, [i], loc=loc, ip=ip)) for i in range(2))
+    return even, odd
+
+
+@dsl_user_op
+def max3(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """Maximum of three; NaN loses."""
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
+    return Float32(_asm(T.f32(), values, "max.f32 $0, $1, $2, $3;", "=f,f,f,f"))
+
+
+@dsl_user_op
+def exp2(a: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """2^a within two ulp; subnormal results are zero."""
+    return Float32(_asm(T.f32(), [Float32(a).ir_value(loc=loc, ip=ip)], "ex2.approx.ftz.f32 $0, $1;", "=f,f"))
+
+
+@dsl_user_op
+def log2(a: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """log2 of a positive number, to about 2^-22."""
+    return Float32(_asm(T.f32(), [Float32(a).ir_value(loc=loc, ip=ip)], "lg2.approx.ftz.f32 $0, $1;", "=f,f"))
+
+
+@dsl_user_op
+def as_float(bits: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """The FP32 number with these bits; ``byte << 23`` makes a power of two of a UE8M0 code."""
+    return Float32(llvm.bitcast(T.f32(), Int32(bits).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def pack_half(a: Float32, b: Float32, kind: str, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Two numbers as ``kind`` "bf16" or "f16", a in the low half."""
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
+    return Int32(_asm(T.i32(), values, f"cvt.rn.{kind}x2.f32 $0, $2, $1;", "=r,f,f"))
+
+
+@dsl_user_op
+def store_global(address: Int64, words: list[Int32], *, loc: Any = None, ip: Any = None) -> None:
+    """Eight 32-bit words to global memory, one whole sector; the address is a multiple of 32."""
+    values = [x.ir_value(loc=loc, ip=ip) for x in (Int64(address), *words)]
+    text = "st.global.v8.b32 [$0], {$1, $2, $3, $4, $5, $6, $7, $8};"
+    _asm(None, values, text, "l" + ",r" * 8, effects=True)

@@ -1,0 +1,79 @@
+"""Who lives where in tensor memory and in shared memory; both plans are checked when a kernel is compiled."""
+
+from dataclasses import dataclass
+from typing import Any
+
+TILE = 128
+COLUMNS = 512  # of tensor memory, 128 lanes of 32 bits each
+SHARED_BYTES = 227 << 10  # what one CTA may have
+
+
+@dataclass(frozen=True)
+class TensorMemory:
+    """Columns of tensor memory. Addresses are columns: a CTA that holds all of them starts at zero.
+
+    Scores of tile i are [0, 128) of its 128 columns. Once they are in registers, the upper half becomes the codes of
+    the weights and the scale factors of the value product, while the lower half takes the next scores.
+    """
+
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        spans = [(self.weights(0), 32), (self.weight_scales(0), 4), (self.value_scales(0), 4)]
+        for (start, size), (end, _) in zip(spans, [*spans[1:], (self.scores(1), 0)], strict=True):
+            if not TILE // 2 <= start <= start + size <= end:
+                raise ValueError(f"columns {start} to {start + size} of a score tile overlap what follows at {end}")
+        if self.outputs(1) + self.head_dim > COLUMNS:
+            raise ValueError(f"head_dim {self.head_dim} needs more than {COLUMNS} columns of tensor memory")
+
+    columns = COLUMNS
+
+    def scores(self, i: int) -> int:
+        """FP32, 128 columns."""
+        return TILE * i
+
+    def weights(self, i: int) -> int:
+        """E4M3, 32 columns."""
+        return self.scores(i) + TILE // 2
+
+    def weight_scales(self, i: int) -> int:
+        """UE8M0, four columns."""
+        return self.weights(i) + 32
+
+    def value_scales(self, i: int) -> int:
+        """UE8M0, four columns."""
+        return self.weight_scales(i) + 4
+
+    def outputs(self, i: int) -> int:
+        """FP32, head_dim columns."""
+        return 2 * TILE + self.head_dim * i
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Bytes of shared memory: two tiles of queries, and rings of key and value tiles with their scales."""
+
+    head_dim: int
+    stages: int
+
+    def parts(self) -> dict[str, int]:
+        """Bytes by name."""
+        tile = TILE * self.head_dim
+        return {
+            "queries": 2 * tile,
+            "keys": self.stages * tile,
+            "values": self.stages * tile,
+            "scale atoms of values": self.stages * 4 * TILE,
+            "scale atom of ones": 4 * TILE,
+            "factors of keys": self.stages * 16,
+            "factors of rows": 2 * 4 * TILE,
+        }
+
+    def check(self, storage: Any) -> None:
+        """Raise where the storage is smaller than its parts, or more than a CTA may have."""
+        size, parts = storage.size_in_bytes(), sum(self.parts().values())
+        if not parts <= size <= SHARED_BYTES:
+            raise ValueError(
+                f"stages={self.stages} takes {size} bytes of shared memory, {parts} of them in tiles; "
+                f"allowed are {SHARED_BYTES}"
+            )

@@ -1,0 +1,95 @@
+"""Softmax of one tile of 128 queries x 128 keys per warpgroup, a row per thread: the twin of ``reference.forward``."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from flamia.sm100.instructions import exp2, max3, pack_e4m3, sum_codes
+from flamia.sm100.work import TILE
+
+BLOCK = 32  # keys that share an exponent
+BLOCKS = TILE // BLOCK
+LEAST_FACTOR = 2.0**-100  # of codes' products to scores: keeps -inf a score where exponents underflow
+M, SUM = range(2)  # per-row registers: retained maximum, row sum
+
+
+@cute.jit
+def reset(row: cute.Tensor) -> None:
+    """Start a tile of queries: nothing seen yet."""
+    row[M], row[SUM] = -Float32.inf, Float32(0.0)
+
+
+def ones(first: Int32, last: Int32) -> Int32:
+    """Bits [first, last) of a word; bounds outside of 0 ... 32 are held there."""
+    first, last = (cutlass.min(cutlass.max(x, 0), 32) for x in (first, last))
+    below = lambda n: ((Int32(1) << cutlass.min(n, 31)) - 1) | -(n >> 5)  # noqa: E731
+    return below(last) & ~below(first)
+
+
+@cute.jit
+def mask(s: list, row: Int32, k0: Int32, shift: Int32, len_k: Int32, left: Int32, right: Int32, masks: Any) -> None:
+    """-inf for keys that the row does not see. s: scores of keys k0 ... k0 + 127; row: query within the document."""
+    diagonal = row + shift - k0
+    stop = len_k - k0
+    if const_expr(masks.right):
+        stop = cutlass.min(stop, diagonal + right + 1)
+    start = Int32(0)
+    if const_expr(masks.left):
+        start = diagonal - left
+    for b in cutlass.range_constexpr(BLOCKS):
+        seen = ones(start - BLOCK * b, stop - BLOCK * b)
+        for j in cutlass.range_constexpr(BLOCK):
+            s[BLOCK * b + j] = s[BLOCK * b + j] if (seen >> j) & 1 != 0 else -Float32.inf
+
+
+def block_maxima(s: list[Float32]) -> list[Float32]:
+    """Largest of every 32 scores."""
+    tops = []
+    for b in range(BLOCKS):
+        block = s[BLOCK * b : BLOCK * (b + 1)]
+        chains = [max3(*block[3 * i : 3 * i + 3]) for i in range(4)]
+        for i in range(12, BLOCK, 2):
+            n = i // 2 % 4
+            chains[n] = max3(chains[n], block[i], block[i + 1])
+        tops.append(cute.arch.fmax(max3(*chains[:3]), chains[3]))
+    return tops
+
+
+@cute.jit
+def row_reference(tops: Any, factors: Any, row: cute.Tensor, tau: float, shift: int, fresh: cutlass.Constexpr) -> Any:
+    """Move the retained maximum on; returns what earlier sums are multiplied by, and what a power adds.
+
+    tops: of every block; factors: of codes' products to scores in base 2. shift: a, of P = 2^(s - m + a).
+    fresh: the row may see its first key in this tile, or still none.
+    """
+    scaled = [tops[b] * factors[b] for b in range(BLOCKS)]
+    top = cute.arch.fmax(max3(*scaled[:3]), scaled[3])
+    old = row[M]
+    new = top if top - old > tau else old
+    row[M] = new
+    moved = exp2(old - new)
+    safe = new
+    if const_expr(fresh):
+        moved = moved if new != -Float32.inf else Float32(1.0)
+        safe = new if new != -Float32.inf else Float32(0.0)
+    row[SUM] = row[SUM] * moved
+    return moved, shift - safe
+
+
+def codes(s: list[Float32], factor: Float32, add: Float32) -> list[Int32]:
+    """Scores of a block -> E4M3 codes of 2^(s factor + add), four to a word."""
+    words = []
+    for j in range(0, BLOCK, 4):
+        words.append(pack_e4m3(*(exp2(x * factor + add) for x in s[j : j + 4])))
+    return words
+
+
+def code_sum(words: list[Int32]) -> Float32:
+    """Sum of the values of E4M3 codes: pairs in FP16, the rest in FP32."""
+    chains = [sum_codes(word) for word in words[:2]]
+    for n, word in enumerate(words[2:]):
+        chains[n % 2] = cute.arch.add_packed_f32x2(chains[n % 2], sum_codes(word))
+    even, odd = cute.arch.add_packed_f32x2(*chains)
+    return even + odd
