@@ -30,7 +30,7 @@ def last_plan() -> Plan | None:
     return _last_plan
 
 
-def _native(backend: str) -> Any:
+def native_backend(backend: str) -> Any:
     """The door of a backend of kernels. Imported on first use: it needs packages that flamia does without."""
     return importlib.import_module(f"flamia.{backend}.backend")
 
@@ -103,7 +103,7 @@ def attention_forward(
         extra = [] if v_offset is None else [centred]
         _ran(plan, reference.KERNELS[plan.recipe.variant, "forward"])
     else:
-        native = _native(backend)
+        native = native_backend(backend)
         o, lse, result, kept = native.run_forward(plan, q, k, v, documents)
         _ran(plan, native.kernel_names(plan, "forward", q.dtype))
     return [o, lse, *extra, result.lse2, result.row_max, *kept] if training else [o, lse]
@@ -141,7 +141,7 @@ def _(
     if backend == "reference":
         kept = empty_payloads(plan.forward_specs, q, k, documents)
     else:
-        kept = _native(backend).empty_kept(plan, q, k, documents)
+        kept = native_backend(backend).empty_kept(plan, q, k, documents)
     return [o(), row(), *([] if v_offset is None else [o()]), row(), row(), *kept]
 
 
@@ -175,7 +175,7 @@ def attention_backward(
         gradients = reference.run_backward(plan, do, dlse, o, lse2, row_max, payloads, documents, k_offset)
         _ran(plan, reference.KERNELS[plan.recipe.variant, "backward"])
     else:
-        native = _native(backend)
+        native = native_backend(backend)
         gradients = native.run_backward(plan, do, dlse, o, lse2, row_max, kept, documents)
         _ran(plan, native.kernel_names(plan, "backward", do.dtype))
     return gradients

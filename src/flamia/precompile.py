@@ -40,15 +40,22 @@ def compile_kernels(
         "full,causal,window"
     ),
     dtypes: Annotated[str, typer.Option(help="bf16, fp16, with commas.")] = "bf16",
+    peers: Annotated[
+        bool, typer.Option(help="Also FlashAttention-4 with these shapes, for `flamia bench forward` to compare.")
+    ] = False,
     jobs: Annotated[int, typer.Option(help="Processes, each of about 1 GiB. 0: one for each core.", min=0)] = 0,
 ) -> None:
     """Compile kernels for machines without the compiler, and for jobs that should not wait for it.
 
     Needs no GPU. Use the folder with FLAMIA_KERNELS=FOLDER; the calls made then need apache-tvm-ffi and no compiler.
     """
-    kernels = list(
-        select(arch, _words(recipes), _numbers("head_dims", head_dims), _numbers("ratios", ratios), masks, dtypes)
-    )
+    dims, groups = _numbers("head_dims", head_dims), _numbers("ratios", ratios)
+    kernels = list(select(arch, _words(recipes), dims, groups, masks, dtypes))
+    if peers:
+        from flamia.benchmarks.peers import flash_attention_kernel
+
+        causal = [mask == "causal" for mask in _words(masks) if mask in ("causal", "full")]
+        kernels += [flash_attention_kernel(d, r, c, arch) for d in dims for r in groups for c in causal]
     build(kernels, out, jobs or len(os.sched_getaffinity(0)))
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from enum import Enum
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from flamia.benchmarks.prepare import RECIPES, Row, iterate
-from flamia.benchmarks.workloads import PACKINGS
+from flamia.benchmarks import forward, prepare
+from flamia.benchmarks.peers import PEERS
+from flamia.benchmarks.prepare import RECIPES, Row
+from flamia.benchmarks.workloads import PACKINGS, named_workloads
 from flamia.recipe import get_recipe
 
 
@@ -21,39 +25,102 @@ class Subject(str, Enum):
     """What to time."""
 
     prepare = "prepare"
+    forward = "forward"
 
 
 def bench(
-    subject: Annotated[Subject, typer.Argument(help="prepare: quantizers, finishing launches, work lists.")],
-    recipes: Annotated[str, typer.Option(help="Names of recipes, with commas.")] = ",".join(RECIPES),
-    packings: Annotated[str, typer.Option(help="one, web, tiny, with commas.")] = "one,web",
-    tokens: Annotated[int, typer.Option(help="Tokens of the packed row.", min=1)] = 65536,
-    heads: Annotated[int, typer.Option(help="Heads of every tensor.", min=1)] = 16,
-    head_dim: Annotated[int, typer.Option(help="Head dimension.")] = 128,
-    separate: Annotated[bool, typer.Option(help="Also time the same work as separate torch operations.")] = True,
+    subject: Annotated[
+        Subject,
+        typer.Argument(help="prepare: quantizers, finishing launches, work lists. forward: attention, beside others."),
+    ],
+    recipes: Annotated[str | None, typer.Option(help="Names, with commas; forward: one.", show_default=False)] = None,
+    packings: Annotated[str, typer.Option(help="prepare: one, web, tiny, with commas.")] = "one,web",
+    tokens: Annotated[int, typer.Option(help="prepare: tokens of the packed row.", min=1)] = 65536,
+    heads: Annotated[int, typer.Option(help="prepare: heads of every tensor.", min=1)] = 16,
+    head_dim: Annotated[int, typer.Option(help="prepare: head dimension.")] = 128,
+    separate: Annotated[bool, typer.Option(help="prepare: also the same work as separate torch operations.")] = True,
+    workloads: Annotated[str, typer.Option(help="forward: names with commas, or packed, batched, all.")] = "all",
+    masks: Annotated[str, typer.Option(help="forward: causal, full, with commas.")] = "causal,full",
+    peers: Annotated[str, typer.Option(help="forward: whom to time beside ours, with commas.")] = ",".join(PEERS),
+    rounds: Annotated[int, typer.Option(help="forward: rounds of turns.", min=1)] = 20,
+    plot: Annotated[Path | None, typer.Option(help="forward: draw TFLOP/s into this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line and nothing else.")] = False,
 ) -> None:
-    """Time row preparation on this machine's GPU, beside a device copy in the same run.
+    """Time the device kernels on this machine's GPU.
 
-    Times are medians over replays of a CUDA graph. A share is bytes read plus bytes written, each tensor once, per
-    second, over the same figure of a 1 GiB copy. Exit status 2 without a CUDA device.
+    Times are medians over replays of CUDA graphs. prepare: beside a device copy in the same run; a share is bytes read
+    plus bytes written, each tensor once, per second, over the same figure of a 1 GiB copy. forward: ours and others
+    take turns on the same inputs, after every output has been held against exact attention. Exit status 2 without a
+    CUDA device.
     """
     if not torch.cuda.is_available():
         raise ValueError("`flamia bench` needs a CUDA device, and torch sees none")
+    if subject is Subject.prepare:
+        rows = _prepare_rows(recipes or ",".join(RECIPES), packings, tokens, heads, head_dim, separate)
+        _show(rows, as_json, render)
+        return
+    chosen = recipes or "mxfp8"
+    get_recipe(chosen)
+    measured = forward.iterate(
+        named_workloads(workloads),
+        _known("masks", masks, ("causal", "full")),
+        _known("peers", peers, tuple(PEERS)),
+        chosen,
+        rounds,
+    )
+    shown = _show(measured, as_json, render_forward)
+    if plot is not None:
+        from flamia.benchmarks.plots import draw_forward
+
+        draw_forward(shown, plot, torch.cuda.get_device_name())
+
+
+def _show(rows: Iterator[Any], as_json: bool, table: Any) -> list[Any]:
+    shown = []
+    for row in rows:
+        shown.append(row)
+        if as_json:
+            print(json.dumps(dataclasses.asdict(row)), flush=True)
+    if not as_json:
+        Console().print(table(shown, torch.cuda.get_device_name()))
+    return shown
+
+
+def _known(name: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    for word in words:
+        if word not in known:
+            raise ValueError(f"{name}={word!r} is unknown: it must be one of {', '.join(known)}")
+    return words
+
+
+def _prepare_rows(recipes: str, packings: str, tokens: int, heads: int, head_dim: int, separate: bool) -> Iterator[Row]:
     names = tuple(name.strip() for name in recipes.split(",") if name.strip())
-    kinds = tuple(name.strip() for name in packings.split(",") if name.strip())
     for name in names:
         if get_recipe(name).is_ablation:
             raise ValueError(f"recipes={name!r} is an ablation, which the device does not run")
-    for kind in kinds:
-        if kind not in PACKINGS:
-            raise ValueError(f"packings={kind!r} is unknown: it must be one of {', '.join(PACKINGS)}")
-    rows = iterate(names, kinds, tokens, heads, head_dim, separate)
-    if as_json:
-        for row in rows:
-            print(json.dumps(dataclasses.asdict(row)), flush=True)
-    else:
-        Console().print(render(list(rows), torch.cuda.get_device_name()))
+    return prepare.iterate(names, _known("packings", packings, PACKINGS), tokens, heads, head_dim, separate)
+
+
+def render_forward(rows: list[forward.Row], device: str) -> Table:
+    """The measurements of the attention forward as a table."""
+    table = Table(title=f"Attention forward on {device}", title_justify="left", title_style="bold")
+    for name in ("workload", "mask", "documents", "heads", "what"):
+        table.add_column(name)
+    for name in ("time, ms", "TFLOP/s", "cosine", "of the best peer's time"):
+        table.add_column(name, justify="right")
+    before = None
+    for row in rows:
+        if row.refused is not None:
+            table.add_row("", "", "", "", row.name, "-", "-", "-", row.refused)
+            continue
+        if before not in (None, (row.workload, row.mask)):
+            table.add_section()
+        before = (row.workload, row.mask)
+        ratio = f"{row.ratio:.2f}" if row.ratio else ""
+        figures = (f"{row.seconds * 1e3:.3f}", f"{row.tflops:.0f}", f"{row.cosine:.5f}", ratio)
+        table.add_row(row.workload, row.mask, f"{row.documents:,}", row.heads, row.name, *figures)
+    return table
 
 
 def render(rows: list[Row], device: str) -> Table:

@@ -13,18 +13,46 @@ def graph_seconds(call: Callable[[], object], repeats: int = 20, inner: int = 5)
 
     The graph holds ``inner`` calls; what they return is kept until the graph is done.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    kept = []
-    with torch.cuda.graph(graph):
-        for _ in range(inner):
-            kept.append(call())
-    return _median(graph.replay, repeats) / inner
+    return _median(Captured(call, inner).graph.replay, repeats) / inner
+
+
+class Captured:
+    """A CUDA graph of ``inner`` calls, warmed up on a stream of its own; what they return is kept with it."""
+
+    def __init__(self, call: Callable[[], object], inner: int) -> None:
+        self.inner = inner
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.kept = [call() for _ in range(inner)]
+
+    def seconds(self) -> float:
+        """Device seconds of one call, from one replay."""
+        return _event_seconds(self.graph.replay) / self.inner
+
+
+def paired_seconds(calls: dict[str, Callable[[], object]], rounds: int, target: float = 4e-3) -> dict[str, list[float]]:
+    """Device seconds of each call in each round, replayed one after the other, every second round in reverse order.
+
+    Rounds make calls comparable on a device whose clocks move: compare within a round, then take medians. A graph holds
+    as many calls as last about ``target`` seconds.
+    """
+    graphs = {}
+    for name, call in calls.items():
+        once = Captured(call, 1)
+        once.seconds()
+        graphs[name] = Captured(call, max(1, min(50, round(target / once.seconds()))))
+        graphs[name].seconds()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for n in range(rounds):
+        for name in list(calls) if n % 2 == 0 else reversed(list(calls)):
+            times[name].append(graphs[name].seconds())
+    return times
 
 
 def eager_seconds(call: Callable[[], object], repeats: int = 5) -> float:
@@ -34,16 +62,17 @@ def eager_seconds(call: Callable[[], object], repeats: int = 5) -> float:
 
 
 def _median(call: Callable[[], object], repeats: int) -> float:
-    times = []
     call()
-    for _ in range(repeats):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) / 1000)
-    return statistics.median(times)
+    return statistics.median(_event_seconds(call) for _ in range(repeats))
+
+
+def _event_seconds(call: Callable[[], object]) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / 1000
 
 
 def copy_bandwidth(size: int = 1 << 30) -> float:

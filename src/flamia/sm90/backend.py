@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -59,15 +60,29 @@ def forward(plan: Plan, payloads: Payloads, documents: Documents, lists: WorkLis
 
     Rows of no document are left unset, unless there is no key at all.
     """
+    result, launch = bind_forward(plan, payloads, documents, lists, dtype)
+    launch()
+    return result
+
+
+def bind_forward(
+    plan: Plan, payloads: Payloads, documents: Documents, lists: WorkLists, dtype: torch.dtype
+) -> tuple[Forward, Callable[[], None]]:
+    """Unset outputs as ``forward`` returns them, and what launches the kernels that fill them."""
     q, k, v = (_e4m3(payloads, name) for name in ("q", "k", "v"))
     device, heads = q.codes.device, plan.heads_q
     o = torch.empty(q.codes.shape, dtype=dtype, device=device)
     lse2, row_max = (torch.empty((heads, documents.total_q), dtype=torch.float32, device=device) for _ in range(2))
+    result = Forward(o, lse2, row_max)
     launches = [load(kernel) for kernel in forward_kernels(plan, dtype)]
     if documents.total_q == 0 or documents.count == 0:
-        return Forward(o, lse2, row_max)
+        return result, lambda: None
     if documents.total_k == 0:
-        return Forward(o.zero_(), lse2.fill_(-torch.inf), row_max.zero_())
+
+        def fill() -> None:
+            o.zero_(), lse2.fill_(-torch.inf), row_max.zero_()
+
+        return result, fill
     ctas, cache = _device(device.index)
     f8 = torch.float8_e4m3fn
     bytes_per_token = 2 * plan.head_dim // plan.ratio  # K and V, shared by the query heads of a group
@@ -79,9 +94,12 @@ def forward(plan: Plan, payloads: Payloads, documents: Documents, lists: WorkLis
         *(lists.k.column_starts, plan.score_scale, plan.left or 0, plan.right or 0),
         *(head_section(documents.total_k, heads, bytes_per_token, int(cache * L2_SHARE)), ctas),
     )
-    for launch in launches:
-        launch(*arguments)
-    return Forward(o, lse2, row_max)
+
+    def launch() -> None:
+        for function in launches:
+            function(*arguments)
+
+    return result, launch
 
 
 def _e4m3(payloads: Payloads, name: str) -> E4M3Payload:
