@@ -210,17 +210,17 @@ class _ChunkBackward:
             ds = self._scores_gradient(p, rows, keys)
             if run.visible is not None:
                 ds = torch.where(run.visible, ds, 0.0)
-            blocks, exponent = _kept_exponents(ds, exponent)
-            to_dk = formats.round_e4m3(ds * formats.pow2(-blocks).unsqueeze(-1)).to(torch.float64)
+            blocks, pairs, exponent = _kept_exponents(ds, exponent)
+            to_dk = formats.round_e4m3(ds * formats.pow2(-pairs).unsqueeze(-1)).to(torch.float64)
             if self.plan.recipe.exact_ds:
                 row = formats.e8m0_exponent(ds.abs().amax(-1), "e4m3")
                 to_dq = formats.round_e4m3(ds * formats.pow2(-row).unsqueeze(-1)).to(torch.float64)
             else:
-                row, to_dq = blocks, to_dk
+                row, to_dq = blocks, formats.round_e4m3(ds * formats.pow2(-blocks).unsqueeze(-1)).to(torch.float64)
             counters.count_ds(ds, to_dq)
             dq = torch.bmm(to_dq, self.c_k[:, keys]).to(torch.float32)
             self._accumulate(dq * _power(row - self.e_q[:, rows]).unsqueeze(-1), rows)
-            scaled = to_dk * formats.pow2(blocks).unsqueeze(-1)
+            scaled = to_dk * formats.pow2(pairs).unsqueeze(-1)
             height = ds.shape[1] // run.tiles
             for t in range(run.tiles):
                 q0 = run.start + t * height
@@ -295,11 +295,12 @@ def _power(exponent: Tensor) -> Tensor:
     return formats.pow2(exponent.clamp(formats.MIN_EXPONENT, 127))
 
 
-def _kept_exponents(ds: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor]:
-    """Exponent of every 32 queries x all keys of a tile, kept from block to block while it serves.
+def _kept_exponents(ds: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Exponents of dS in a tile of keys, kept from one block of 32 queries to the next while they serve.
 
-    ds: FP32 [N, m, w]; exponent: int32 [N], the one in force before, ``_NONE`` before the first gradient. Returns the
-    exponents per row, int32 [N, m], and the one in force after.
+    ds: FP32 [N, m, w]; exponent: int32 [N], the one in force before, ``_NONE`` before the first gradient. Returns per
+    row, int32 [N, m], the exponent of its 32 queries and that of its 64, which is the larger one of two blocks that are
+    not zero; and the one in force after.
     """
     height = min(BLOCK, ds.shape[1])
     tops = ds.abs().amax(-1).unflatten(-1, (-1, height)).amax(-1)  # [N, blocks]
@@ -310,4 +311,11 @@ def _kept_exponents(ds: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor]:
         serves = (exponent != _NONE) & (scaled > LOWEST) & (scaled <= formats.E4M3_MAX)
         exponent = torch.where((top == 0) | serves, exponent, e)
         result.append(torch.where(exponent == _NONE, 0, exponent))
-    return torch.stack(result, -1).repeat_interleave(height, -1), exponent
+    blocks = torch.stack(result, -1)
+    shared = [
+        torch.where(t != 0, e, _NONE).amax(-1, keepdim=True).expand_as(e)
+        for t, e in zip(tops.split(2, -1), blocks.split(2, -1), strict=True)
+    ]
+    pairs = torch.cat(shared, -1)
+    pairs = torch.where(pairs == _NONE, blocks, pairs)
+    return blocks.repeat_interleave(height, -1), pairs.repeat_interleave(height, -1), exponent

@@ -68,6 +68,52 @@ def as_float(bits: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
 
 
 @dsl_user_op
+def as_bits(a: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """The bits of an FP32 number."""
+    return Int32(llvm.bitcast(T.i32(), Float32(a).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def max_abs(a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """max(a, |b|); a NaN is passed over."""
+    text = "{\n\t.reg .f32 t;\n\tabs.f32 t, $2;\n\tmax.f32 $0, $1, t;\n\t}"
+    return Float32(_asm(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b)], text, "=f,f,f"))
+
+
+@dsl_user_op
+def permute_bytes(a: Int32, b: Int32, selector: int, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Four of the bytes of a (0 to 3) and b (4 to 7), named by the selector's nibbles, lowest first."""
+    values = [Int32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
+    return Int32(_asm(T.i32(), values, f"prmt.b32 $0, $1, $2, {selector:#x};", "=r,r,r"))
+
+
+@dsl_user_op
+def store_transposed(
+    address: Int32, a: Int32, b: Int32, c: Int32, d: Int32, *, loc: Any = None, ip: Any = None
+) -> None:
+    """Four 8x8 matrices of 16 bits to shared memory, columns as rows; lane l addresses row l % 8 of matrix l // 8."""
+    values = [Int32(x).ir_value(loc=loc, ip=ip) for x in (address, a, b, c, d)]
+    text = "stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [$0], {$1, $2, $3, $4};"
+    _asm(None, values, text, "r,r,r,r,r", effects=True)
+
+
+@dsl_user_op
+def raise_to(pointer: Any, a: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Raise a word of shared memory to a, as unsigned numbers."""
+    values = [Int32(pointer.toint()).ir_value(loc=loc, ip=ip), Int32(a).ir_value(loc=loc, ip=ip)]
+    _asm(None, values, "red.relaxed.cta.shared::cta.max.u32 [$0], $1;", "r,r", effects=True)
+
+
+@dsl_user_op
+def bulk_add_half(target: Any, source: Any, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Add ``size`` bytes of FP16 in shared memory to global memory, asynchronously, in this thread's bulk group."""
+    values = [target.toint().ir_value(loc=loc, ip=ip), Int32(source.toint()).ir_value(loc=loc, ip=ip)]
+    values.append(Int32(size).ir_value(loc=loc, ip=ip))
+    text = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.noftz.f16 [$0], [$1], $2;"
+    _asm(None, values, text, "l,r,r", effects=True)
+
+
+@dsl_user_op
 def arrive_after(barrier: Any, a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> None:
     """Arrive on an mbarrier once a and b, which are never negative, are there.
 

@@ -1,0 +1,569 @@
+"""MXFP8 attention backward on Hopper, batched and packed: the twin of ``reference.folded.backward``.
+
+A CTA owns 128 keys and walks over the queries that see them, 64 at a time and ascending, for every query head of its kv
+head. One producer warp loads tiles by TMA, a second one the numbers of queries, and two warpgroups of 64 keys each
+compute. Scores are transposed, so that P and dS are register operands of dV and dK; dS goes through shared memory to
+dQ, of which each warpgroup makes half of the channels and adds it to global memory in FP16.
+
+The tensor core's accumulator keeps 13 bits or so: dV and dK of a step are partial products that FP32 registers add up.
+"""
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint8, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from flamia.sm90 import gradients
+from flamia.sm90.instructions import as_bits, as_float, bulk_add_half, pack_half, raise_to
+from flamia.sm90.key_work import STEP, KeyItem, KeyTables, key_item_at
+from flamia.sm90.work import TILE, Masks
+
+THREADS = 384
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
+# Numbers of a step in shared memory, 32 bits each: three per query (``gradients.place``, but for the last), then eight
+# of the step: c 2^e_Q and C - 8 + e_Q of its two blocks, 2^(C - 8).
+ADDEND, B, DQ, FACTOR, UNIT, DV, NUMBERS = 0, 64, 128, 192, 194, 196, 200
+NONE = -1000
+
+
+class Backward:
+    """Kernel for one head dimension, GQA ratio and kind of mask.
+
+    Args:
+        head_dim: 64 or 128. ratio: query heads per kv head. masks: which sides of the window are bounded.
+        rotate: whether dk is rotated back. causal_scale: the accumulator's prescale is per token, not per document.
+        stages: steps in flight.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        ratio: int,
+        masks: Masks,
+        *,
+        rotate: bool,
+        causal_scale: bool = False,
+        stages: int = 2,
+    ) -> None:
+        if head_dim not in (64, 128):
+            raise ValueError(f"head_dim must be 64 or 128, got {head_dim}")
+        self.head_dim, self.ratio, self.masks, self.stages = head_dim, ratio, masks, stages
+        self.rotate, self.causal_scale = rotate, causal_scale
+        self.halves = head_dim // 64
+        self.slab = 16 * head_dim // 2  # FP16 numbers of 16 queries and one warpgroup's channels
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # E4M3 [T, heads, D]
+        mK: cute.Tensor,  # E4M3 [Tk, kv heads, D]
+        mV: cute.Tensor,  # E4M3 [Tk, kv heads, D]
+        mT: cute.Tensor,  # E4M3 [T, heads, D]
+        cQ: cute.Tensor,  # E4M3 [heads, D, C], tokens in "mma" order
+        cK: cute.Tensor,  # E4M3 [kv heads, D, Ck], tokens in "pairs" order
+        cT: cute.Tensor,  # E4M3 [heads, D, C], tokens in "mma" order
+        mdK: cute.Tensor,  # BF16 or FP16 [Tk, kv heads, D]
+        mdV: cute.Tensor,  # BF16 or FP16 [Tk, kv heads, D]
+        mdQ: cute.Tensor,  # FP16 [heads, C, D], zeros: 16-row slabs in ``fragment_order``
+        addend: cute.Tensor,  # FP32 [heads, T], of ``Gradients``
+        b: cute.Tensor,  # FP32 [heads, T]
+        unit: cute.Tensor,  # int32 [heads, T]
+        eQ: cute.Tensor,  # UE8M0 [heads, T]
+        eK: cute.Tensor,  # UE8M0 [kv heads, Tk]
+        eV: cute.Tensor,  # UE8M0 [kv heads, Tk]
+        prescale: cute.Tensor,  # int32 [heads, documents], or [heads, T] with the causal scale
+        items: cute.Tensor,  # int32 [n, 4]
+        count: cute.Tensor,  # int32 [1]
+        cu_q: cute.Tensor,  # int32 [documents + 1]
+        cu_k: cute.Tensor,
+        columns_q: cute.Tensor,  # int32 [documents + 1]
+        columns_k: cute.Tensor,
+        score_scale: Float32,  # softmax_scale * log2 e
+        softmax_scale: Float32,
+        left: Int32,
+        right: Int32,
+        section: Int32,
+        ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        d, stages = self.head_dim, self.stages
+        rows, steps, keys = self._atom(d), self._atom(STEP), self._atom(TILE)
+        sK_layout = cute.tile_to_shape(rows, (TILE, d), (0, 1))
+        sQ_layout = cute.tile_to_shape(rows, (STEP, d, stages), (0, 1, 2))
+        sKc_layout = cute.tile_to_shape(keys, (d, TILE), (0, 1))
+        sQc_layout = cute.tile_to_shape(steps, (d, STEP, stages), (0, 1, 2))
+        halves_layout = cute.tile_to_shape(steps, (64, STEP, stages * self.halves), (0, 1, 2))
+        sdS_layout = cute.tile_to_shape(keys, (STEP, TILE, 2), (0, 1, 2))
+        # tokens x d x heads, and d x tokens x heads
+        mQ, mK, mV, mT = (cute.make_tensor(x.iterator, cute.select(x.layout, [0, 2, 1])) for x in (mQ, mK, mV, mT))
+        cQ, cK, cT = (cute.make_tensor(x.iterator, cute.select(x.layout, [1, 2, 0])) for x in (cQ, cK, cT))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        step_rows, step_columns = (cute.select(x, [0, 1]) for x in (sQ_layout, sQc_layout))
+        copies = [
+            cpasync.make_tiled_tma_atom(load, x, layout, tile)
+            for x, layout, tile in (
+                (mK, sK_layout, (TILE, d)),
+                (mV, sK_layout, (TILE, d)),
+                (cK, sKc_layout, (d, TILE)),
+                (mQ, step_rows, (STEP, d)),
+                (mT, step_rows, (STEP, d)),
+                (cQ, step_columns, (d, STEP)),
+                (cT, step_columns, (d, STEP)),
+            )
+        ]
+        f8, k_major = Float8E4M3FN, OperandMajorMode.K
+        mma_s = hopper.make_trivial_tiled_mma(f8, f8, k_major, k_major, Float32, (2, 1, 1), (64, STEP))
+        mma_kv = hopper.make_trivial_tiled_mma(
+            f8, f8, k_major, k_major, Float32, (2, 1, 1), (64, 64), warpgroup.OperandSource.RMEM
+        )
+        mma_q = hopper.make_trivial_tiled_mma(f8, f8, k_major, k_major, Float32, (1, 2, 1), (64, d // 2))
+
+        @cute.struct
+        class Storage:
+            kv_full: cute.struct.MemRange[Int64, 1]
+            kv_empty: cute.struct.MemRange[Int64, 1]
+            full: cute.struct.MemRange[Int64, stages]
+            empty: cute.struct.MemRange[Int64, stages]
+            tops: cute.struct.Align[cute.struct.MemRange[Int32, 8], 8]
+            numbers: cute.struct.Align[cute.struct.MemRange[Float32, stages * NUMBERS], 128]
+            sK: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sK_layout)], 1024]
+            sV: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sK_layout)], 1024]
+            sKc: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sKc_layout)], 1024]
+            sQ: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sQ_layout)], 1024]
+            sT: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sQ_layout)], 1024]
+            sQc: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sQc_layout)], 1024]
+            sTc: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sQc_layout)], 1024]
+            sdS: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sdS_layout)], 1024]
+            slabs: cute.struct.Align[cute.struct.MemRange[Int32, 8 * self.slab // 2], 128]
+
+        self.Storage = Storage
+        self.kernel(
+            tuple(atom for atom, _ in copies),
+            tuple(tensor for _, tensor in copies),
+            (mdK, mdV, mdQ),
+            (addend, b, unit, prescale),
+            (eQ, eK, eV),
+            KeyTables(items, count, cu_q, cu_k, columns_q, columns_k),
+            (score_scale, softmax_scale, left, right, section),
+            (mma_s, mma_kv, mma_q),
+            (sK_layout, sKc_layout, sQ_layout, sQc_layout, halves_layout, sdS_layout),
+        ).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)
+
+    @staticmethod
+    def _atom(bytes_per_row: int) -> Any:
+        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, Float8E4M3FN, bytes_per_row)
+        return warpgroup.make_smem_layout_atom(kind, Float8E4M3FN)
+
+    @cute.kernel
+    def kernel(self, atoms, sources, outputs, numbers, exponents, tables, scalars, mmas, layouts):
+        sK_layout, sKc_layout, sQ_layout, sQc_layout, halves_layout, sdS_layout = layouts
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for atom in atoms:
+                cpasync.prefetch_descriptor(atom)
+        storage = SmemAllocator().allocate(self.Storage)
+        barriers = tuple(getattr(storage, name).data_ptr() for name in ("kv_full", "kv_empty", "full", "empty"))
+        tops = cute.make_tensor(storage.tops.data_ptr(), cute.make_layout((2, 4)))
+        if warp == 0:
+            with cute.arch.elect_one():
+                self._init_barriers(barriers)
+                for i in cutlass.range_constexpr(8):
+                    tops[i] = Int32(0)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        def tensor(field, layout):
+            return field.get_tensor(layout.outer, swizzle=layout.inner)
+
+        sK, sV = (tensor(x, sK_layout) for x in (storage.sK, storage.sV))
+        sKc = tensor(storage.sKc, sKc_layout)
+        sQ, sT = (tensor(x, sQ_layout) for x in (storage.sQ, storage.sT))
+        table = cute.make_layout((NUMBERS, self.stages))
+        values = cute.make_tensor(storage.numbers.data_ptr(), table)
+        heads = outputs[0].shape[1]
+        work = (tables.count[0] * heads, tables, scalars)
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == 0:
+                sQc, sTc = (tensor(x, sQc_layout) for x in (storage.sQc, storage.sTc))
+                self.load(atoms, sources, (sK, sV, sKc, sQ, sT, sQc, sTc), work, barriers)
+            if warp == 1:
+                self.load_numbers(numbers, exponents[0], values, work, barriers)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            sQc, sTc = (tensor(x, halves_layout) for x in (storage.sQc, storage.sTc))
+            sdS = tensor(storage.sdS, sdS_layout)
+            shared = (sK, sV, sKc, sQ, sT, sQc, sTc, sdS)
+            plain = (values, tops, storage.sdS.data_ptr(), storage.slabs.data_ptr())
+            self.compute(mmas, shared, plain, exponents, outputs, work, barriers)
+
+    @cute.jit
+    def _init_barriers(self, barriers):
+        kv_full, kv_empty, full, empty = barriers
+        consumers = 8  # warps
+        cute.arch.mbarrier_init(kv_full, 1)
+        cute.arch.mbarrier_init(kv_empty, consumers)
+        for stage in cutlass.range_constexpr(self.stages):
+            cute.arch.mbarrier_init(full + stage, 2)  # the copies, and the numbers
+            cute.arch.mbarrier_init(empty + stage, consumers)
+
+    def item(self, at, work) -> KeyItem:
+        _, tables, (_, _, left, right, section) = work
+        return key_item_at(at, section, left, right, tables, self.masks)
+
+    @cute.jit
+    def load(self, atoms, sources, shared, work, barriers):
+        """Producer warp: tiles of K and V, and of every step's queries."""
+        kv_full, kv_empty, full, empty = barriers
+        mK, mV, cK, mQ, mT, cQ, cT = sources
+        d = self.head_dim
+        at, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        n, tile = Int32(0), Int32(0)
+        while at < work[0]:
+            item = self.item(at, work)
+            if item.first < item.stop:
+                cute.arch.mbarrier_wait(kv_empty, (n + 1) & 1)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(kv_full, 3 * TILE * d)
+                for i in cutlass.range_constexpr(2):
+                    g = cute.domain_offset((item.k_start + item.k0, 0), (mK, mV)[i][None, None, item.kv])
+                    s, g = self._partition(atoms[i], shared[i], cute.local_tile(g, (TILE, d), (0, 0)))
+                    cute.copy(atoms[i], g, s, tma_bar_ptr=kv_full)
+                g = cute.domain_offset((0, item.column_k + item.k0), cK[None, None, item.kv])
+                s, g = self._partition(atoms[2], shared[2], cute.local_tile(g, (d, TILE), (0, 0)))
+                cute.copy(atoms[2], g, s, tma_bar_ptr=kv_full)
+                n += 1
+            for h in cutlass.range(self.ratio, unroll=1):
+                head = item.kv * self.ratio + h
+                rows = [cute.domain_offset((item.q_start, 0), x[None, None, head]) for x in (mQ, mT)]
+                columns = [cute.domain_offset((0, item.column_q), x[None, None, head]) for x in (cQ, cT)]
+                tiles = [cute.local_tile(x, (STEP, d), (None, 0)) for x in rows]
+                tiles += [cute.local_tile(x, (d, STEP), (0, None)) for x in columns]
+                parts = [self._partition(atoms[3 + i], shared[3 + i], tiles[i]) for i in range(4)]
+                for j in cutlass.range(item.first, item.stop, unroll=1):
+                    stage = tile % self.stages
+                    cute.arch.mbarrier_wait(empty + stage, (tile // self.stages + 1) & 1)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 4 * STEP * d)
+                    for i in cutlass.range_constexpr(4):
+                        s, g = parts[i]
+                        cute.copy(atoms[3 + i], g[None, j], s[None, stage], tma_bar_ptr=full + stage)
+                    tile += 1
+            at += step
+
+    @staticmethod
+    def _partition(atom, shared, tiles):
+        one = cute.make_layout(1)
+        return cpasync.tma_partition(atom, 0, one, cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2))
+
+    @cute.jit
+    def load_numbers(self, numbers, eQ, values, work, barriers):
+        """Producer warp: what a step's queries bring along, two queries per lane."""
+        empty, full = barriers[3], barriers[2]
+        addend, b, unit, prescale = numbers
+        lane = cute.arch.lane_idx()
+        at, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        tile = Int32(0)
+        while at < work[0]:
+            item = self.item(at, work)
+            for h in cutlass.range(self.ratio, unroll=1):
+                head = item.kv * self.ratio + h
+                for j in cutlass.range(item.first, item.stop, unroll=1):
+                    stage = tile % self.stages
+                    cute.arch.mbarrier_wait(empty + stage, (tile // self.stages + 1) & 1)
+                    shared_c = Int32(NONE)
+                    for block in cutlass.range_constexpr(2):
+                        query = j * STEP + 32 * block + lane
+                        inside = query < item.len_q
+                        token = item.q_start + cutlass.min(query, item.len_q - 1)
+                        added = addend[head, token]
+                        added = added if inside else -Float32.inf
+                        less = b[head, token]
+                        e_q = Int32(eQ[head, token]) - 127
+                        live = added != -Float32.inf
+                        u = unit[head, token] if live else Int32(NONE)
+                        u = cute.arch.warp_redux_sync(u, "max")
+                        c = cute.arch.warp_redux_sync(unit[head, token] - e_q if live else Int32(NONE), "max")
+                        shared_c = cutlass.max(shared_c, c)
+                        where = item.document
+                        if const_expr(self.causal_scale):
+                            where = token
+                        spot = gradients.place(32 * block + lane)
+                        values[ADDEND + spot, stage] = added
+                        values[B + spot, stage] = less if inside else Float32(0.0)
+                        values[DQ + 32 * block + lane, stage] = as_float(prescale[head, where] - e_q)
+                        if lane == 0:
+                            values[FACTOR + block, stage] = work[2][0] * gradients.power(e_q)
+                            values[UNIT + block, stage] = as_float(Int32(0) if u == NONE else u)
+                    if lane == 0:
+                        values[DV, stage] = gradients.power(shared_c)
+                    cute.arch.sync_warp()
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive(full + stage)
+                    tile += 1
+            at += step
+
+    @cute.jit
+    def compute(self, mmas, shared, plain, exponents, outputs, work, barriers):
+        """A warpgroup: 64 keys of each item."""
+        kv_full, kv_empty, _, _ = barriers
+        mma_s, mma_kv, mma_q = mmas
+        sK, sV, sKc, sQ, sT, sQc, sTc, sdS = shared
+        _, eK, eV = exponents
+        _, _, dS_pointer, slabs = plain
+        thread = cute.arch.thread_idx()[0] - 128
+        group = cute.arch.make_warp_uniform(thread // 128)
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        lane = thread % 32
+        threads = cute.make_layout(2, stride=128)
+        part_s, part_kv, part_q = (x.get_slice(threads(group)) for x in (mma_s, mma_kv, mma_q))
+        a_s = [mma_s.make_fragment_A(part_s.partition_A(x)) for x in (sK, sV)]
+        b_s = [mma_s.make_fragment_B(part_s.partition_B(x)) for x in (sQ, sT)]
+        b_kv = [mma_kv.make_fragment_B(part_kv.partition_B(x)) for x in (sTc, sQc)]
+        a_q, b_q = mma_q.make_fragment_A(part_q.partition_A(sdS)), mma_q.make_fragment_B(part_q.partition_B(sKc))
+        a_kv = [mma_kv.make_fragment_A(mma_kv.partition_shape_A((TILE, STEP))) for _ in range(2)]
+        x = [cute.make_rmem_tensor(mma_s.partition_shape_C((TILE, STEP)), Float32) for _ in range(2)]
+        x_q = cute.make_tensor(x[0].iterator, cute.make_layout(mma_q.partition_shape_C((STEP, self.head_dim))))
+        sums = [cute.make_rmem_tensor((2, 2, 8, self.halves), Float32) for _ in range(2)]
+        words = [cute.recast_tensor(a, Int32) for a in a_kv]
+        operands = (mmas, a_s, b_s, a_kv, b_kv, a_q, b_q)
+        registers = (x, x_q, sums, words)
+        # dS row of this lane's query, and of its 16 bytes those of this warp's keys, swizzled
+        spot = Int32(dS_pointer.toint()) + lane * TILE + ((warp ^ lane % 8) << 4)
+        slab = slabs + warp * (self.slab // 2)
+        at, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        n, tile = Int32(0), Int32(0)
+        while at < work[0]:
+            item = self.item(at, work)
+            key = item.k0 + warp * 16
+            token = item.k_start + cutlass.min(key, item.len_k - 1)
+            e_k, e_v = Int32(eK[item.kv, token]) - 127, Int32(eV[item.kv, token]) - 127
+            corner = item.k_start + item.k0
+            guess = Int32(eK[item.kv, corner]) + Int32(eV[item.kv, corner]) - 254 + 16
+            for i in cutlass.range_constexpr(2):
+                sums[i].fill(0.0)
+            if item.first < item.stop:
+                cute.arch.mbarrier_wait(kv_full, n & 1)
+                place = (item, key + lane // 4, e_k, e_v, guess, warp, lane)
+                common = (operands, registers, plain, (spot, slab), place, outputs[2], work[2], barriers)
+                for h in cutlass.range(self.ratio, unroll=1):
+                    head = item.kv * self.ratio + h
+                    e, known = Int32(0), Int32(0)
+                    begin = item.first
+                    middle = cutlass.min(item.clear, item.stop)
+                    for j in cutlass.range(begin, middle, unroll=1):
+                        tile, e, known = self.step(tile, j, head, e, known, True, *common)
+                    begin = cutlass.max(begin, middle)
+                    middle = cutlass.min(item.clouded, item.stop)
+                    for j in cutlass.range(begin, middle, unroll=1):
+                        tile, e, known = self.step(tile, j, head, e, known, False, *common)
+                    if const_expr(self.masks.left):
+                        for j in cutlass.range(cutlass.max(begin, middle), item.stop, unroll=1):
+                            tile, e, known = self.step(tile, j, head, e, known, True, *common)
+                self.release(kv_empty)
+                n += 1
+            self.store(sums, outputs, item, key + lane // 4, e_k, work[2][1], lane)
+            at += step
+        if lane == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def step(
+        self, tile, j, head, e, known, masked: cutlass.Constexpr, operands, registers, plain, spots, place, mdQ,
+        scalars, barriers,
+    ):  # fmt: skip
+        """64 queries. Returns the next tile number, and the dS exponent in force after it."""
+        mmas, a_s, b_s, a_kv, b_kv, a_q, b_q = operands
+        x, x_q, sums, words = registers
+        values, tops, _, _ = plain
+        item, key, e_k, e_v, guess, warp, lane = place
+        spot, slab = spots
+        _, _, left, right, _ = scalars
+        stage = tile % self.stages
+        buffer, top = tile & 1, tile & 3
+        cute.arch.mbarrier_wait(barriers[2] + stage, (tile // self.stages) & 1)
+        for i in cutlass.range_constexpr(2):
+            self.gemm(mmas[0], x[i], a_s[i], b_s[i][None, None, None, stage])
+        number = [as_bits(values[UNIT + i, stage]) for i in range(2)]
+        e = e if known != 0 else number[0] + guess
+        warpgroup.wait_group(1)
+        p, ds = gradients.view(x[0]), gradients.view(x[1])
+        k_factor = gradients.power(e_k)
+        gradients.weights(
+            p, [values[FACTOR + i, stage] * k_factor for i in range(2)], self.per_query(values, ADDEND, stage, lane)
+        )
+        if const_expr(masked):
+            gradients.mask(p, key, j * STEP, item.shift, item.len_k, left, right, self.masks)
+        gradients.codes(p, words[0])
+        warpgroup.wait_group(0)
+        scale = [gradients.power(number[i] + e_k + e_v - e) for i in range(2)]
+        found = gradients.scores_gradient(
+            ds, p, scale, self.per_query(values, B, stage, lane), gradients.power(e_k - e)
+        )
+        gradients.codes(ds, words[1])
+        gradients.store_codes(words[1], spot + buffer * (STEP * TILE))
+        for i in cutlass.range_constexpr(2):
+            largest = cute.arch.warp_redux_sync(as_bits(found[i]), "max")
+            if lane == 0:
+                raise_to(tops.iterator + (2 * top + i), largest)
+                if warp == 0:
+                    tops[i, (top + 1) & 3] = Int32(0)
+        cute.arch.fence_view_async_shared()
+        self.consumers_meet()
+        first, second, both, known = gradients.kept_exponents([as_float(tops[i, top]) for i in range(2)], e, known)
+        if first != e or second != e:
+            gradients.scaled_codes(ds, [gradients.power(e - first), gradients.power(e - second)], words[1])
+            gradients.store_codes(words[1], spot + buffer * (STEP * TILE))
+            cute.arch.fence_view_async_shared()
+            gradients.scaled_codes(ds, [gradients.power(e - both)] * 2, words[1])
+            self.consumers_meet()
+        factors = (values[DV, stage], gradients.power(both))
+        dq_exponents = [as_bits(values[DQ + warp % 4 * 16 + lane // 4 + 8 * r, stage]) for r in range(2)]
+        for i in cutlass.range_constexpr(2):
+            for h in cutlass.range_constexpr(self.halves):
+                self.gemm(
+                    mmas[1], x[(i * self.halves + h) % 2], a_kv[i], b_kv[i][None, None, None, stage * self.halves + h]
+                )
+                warpgroup.wait_group(0)
+                self.promote(sums[i], x[(i * self.halves + h) % 2], factors[i], h)
+        self.release(barriers[3] + stage)
+        self.gemm(mmas[2], x_q, a_q[None, None, None, buffer], b_q)
+        warpgroup.wait_group(0)
+        e_row = first if warp % 4 < 2 else second
+        self.add_dq(x_q, [gradients.power(e_row + v) for v in dq_exponents], mdQ, head, j, slab, item, warp, lane)
+        return tile + 1, second, known
+
+    @cute.jit
+    def per_query(self, values, kind: cutlass.Constexpr, stage, lane):
+        """Numbers of the thread's 16 queries, [2, 8]."""
+        source = (values.iterator + (stage * NUMBERS + kind + lane % 4 * 16)).align(16)
+        numbers = cute.make_rmem_tensor((2, 8), Float32)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout((2, 8))), numbers)
+        return numbers
+
+    def consumers_meet(self):
+        cute.arch.barrier(barrier_id=1, number_of_threads=256)
+
+    @cute.jit
+    def gemm(self, mma, accumulator, a, b):
+        """One product of a warpgroup, committed but not waited for; overwrites the accumulator."""
+        warpgroup.fence()
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, False)
+        for k in cutlass.range_constexpr(cute.size(a.shape[2])):
+            cute.gemm(atom, accumulator, a[None, None, k], b[None, None, k], accumulator)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def release(self, barrier):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def promote(self, sums, partial, factor, h: cutlass.Constexpr):
+        """Add a partial product of 64 channels to its FP32 sums."""
+        s, p = sums[None, None, None, h], gradients.view(partial)
+        for i in cutlass.range_constexpr(cute.size(p)):
+            s[i] = s[i] + p[i] * factor
+
+    @cute.jit
+    def add_dq(self, x_q, factors, mdQ, head, j, slab, item, warp, lane):
+        """Add this warp's 16 queries and this warpgroup's channels to the accumulator, in ``fragment_order``."""
+        groups = const_expr(self.head_dim // 16)
+        part = cute.make_tensor(x_q.iterator, cute.make_layout((2, 2, groups)))
+        if lane == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        for k in cutlass.range_constexpr(groups // 2):
+            four = cute.make_rmem_tensor((4,), Int32)
+            for i in cutlass.range_constexpr(4):
+                r, g = i % 2, 2 * k + i // 2
+                four[i] = pack_half(part[0, r, g] * factors[r], part[1, r, g] * factors[r], "f16")
+            target = (slab + (32 * k + lane) * 4).align(16)
+            cute.autovec_copy(four, cute.make_tensor(target, cute.make_layout((4,))))
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        query = j * STEP + warp % 4 * 16
+        if lane == 0 and query < item.len_q:
+            row = (Int64(head) * mdQ.shape[1] + item.column_q + query) * self.head_dim
+            bulk_add_half(mdQ.iterator + (row + warp // 4 * self.slab), slab, Int32(2 * self.slab))
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def store(self, sums, outputs, item, key, e_k, softmax_scale, lane):
+        """Write the thread's two rows of dk and dv; rows past the document's end are not written."""
+        dv, dk = sums
+        factor = gradients.power(-e_k) * softmax_scale
+        for i in cutlass.range_constexpr(cute.size(dk)):
+            dk[i] = dk[i] * factor
+        if const_expr(self.rotate):
+            gradients.rotate_back(dk)
+        kind = "bf16" if const_expr(outputs[0].element_type is BFloat16) else "f16"
+        for r in cutlass.range_constexpr(2):
+            if key + 8 * r < item.len_k:
+                token = item.k_start + key + 8 * r
+                for i in cutlass.range_constexpr(2):
+                    rows = cute.recast_tensor(outputs[i][token, item.kv, None], Int32)
+                    for h in cutlass.range_constexpr(self.halves):
+                        for j in cutlass.range_constexpr(8):
+                            x = (dk, dv)[i]
+                            rows[32 * h + 4 * j + lane % 4] = pack_half(x[0, r, j, h], x[1, r, j, h], kind)
+
+
+def compile_backward(
+    kernel: Backward, dtype: Any = BFloat16, *, compile: Any = None, arch: str = "sm_90a", options: str = ""
+) -> Any:
+    """Compile for gradients of ``dtype``; no GPU is needed. Lengths, documents, heads and windows stay free.
+
+    compile: ``cute.compile`` or what stands in for it. Returns a function of the arguments of ``Backward.__call__``
+    without the stream, which is torch's current one; keys of no document are not written.
+    """
+    fake, free = cute.runtime.make_fake_compact_tensor, cute.sym_int32
+    tokens, keys, heads, kv_heads = (free() for _ in range(4))
+    capacity = cute.sym_int32(divisibility=32)
+    d = kernel.head_dim
+
+    def packed(kind: Any, *shape: Any, align: int) -> Any:
+        return fake(kind, shape, stride_order=tuple(reversed(range(len(shape)))), assumed_align=align)
+
+    def table(kind: Any, *shape: Any) -> Any:
+        return packed(kind, *shape, align=kind.width // 8)
+
+    rows = [packed(Float8E4M3FN, n, h, d, align=16) for n, h in ((tokens, heads), (keys, kv_heads))]
+    columns = packed(Float8E4M3FN, heads, d, capacity, align=16)
+    arguments = [
+        rows[0],
+        rows[1],
+        rows[1],
+        rows[0],
+        columns,
+        packed(Float8E4M3FN, kv_heads, d, cute.sym_int32(divisibility=32), align=16),
+        columns,
+        packed(dtype, keys, kv_heads, d, align=16),
+        packed(dtype, keys, kv_heads, d, align=16),
+        packed(Float16, heads, capacity, d, align=16),
+        table(Float32, heads, tokens),
+        table(Float32, heads, tokens),
+        table(Int32, heads, tokens),
+        table(Uint8, heads, tokens),
+        table(Uint8, kv_heads, keys),
+        table(Uint8, kv_heads, keys),
+        table(Int32, heads, free()),
+        packed(Int32, free(), 4, align=16),
+        table(Int32, 1),
+        table(Int32, free()),
+        table(Int32, free()),
+        table(Int32, free()),
+        table(Int32, free()),
+    ]
+    scalars = [Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1)]
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    flags = f"--enable-tvm-ffi --gpu-arch {arch} {options}".strip()
+    return (compile or cute.compile)(kernel, *arguments, *scalars, stream, options=flags)

@@ -1,0 +1,163 @@
+"""P and dS of 64 keys x 64 queries per warpgroup, in registers: the twin of ``reference.folded``'s backward.
+
+Scores are transposed: a thread holds two keys, g and g + 8 of its warp's sixteen, and ``tile[column in pair, key, group
+of 8 queries]``, columns 8j + 2t and 8j + 2t + 1, t = lane % 4. Numbers of queries lie in shared memory so that a thread
+reads its sixteen with four loads: ``place``. Blocks are those of 32 queries, two to a tile.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from flamia.sm90.instructions import as_bits, as_float, exp2, max_abs, pack_e4m3, permute_bytes, store_transposed
+from flamia.sm90.key_work import STEP
+
+LOWEST, E4M3_MAX = 28.0, 448.0  # a dS exponent is kept while the scaled maximum lies between, as in the twin
+
+
+def view(accumulator: cute.Tensor) -> cute.Tensor:
+    """An accumulator of 64 columns as [column in pair, row, group of 8 columns]."""
+    return cute.make_tensor(accumulator.iterator, cute.make_layout((2, 2, 8)))
+
+
+def place(query: Any) -> Any:
+    """Where the number of query 0 ... 63 of a step lies: thread-column t = query % 8 // 2 reads 16 in a row."""
+    return query % 8 // 2 * 16 + query // 8 * 2 + query % 2
+
+
+def power(e: Int32) -> Float32:
+    """2^e, e held to normal FP32 numbers."""
+    return as_float((cutlass.min(cutlass.max(e, -126), 127) + 127) << 23)
+
+
+@cute.jit
+def weights(s: cute.Tensor, factor: Any, addends: cute.Tensor) -> None:
+    """Scores -> 2^(x - M + e_T - C + 8), in place. factor: per block; addends: [2, 8], of the thread's queries."""
+    for j in cutlass.range_constexpr(8):
+        for c in cutlass.range_constexpr(2):
+            for r in cutlass.range_constexpr(2):
+                s[c, r, j] = exp2(s[c, r, j] * factor[j // 4] + addends[c, j])
+
+
+@cute.jit
+def mask(p: cute.Tensor, key: Int32, q0: Int32, shift: Int32, len_k: Int32, left: Int32, right: Int32, masks: Any):
+    """Zero for pairs that do not see each other. key: the thread's first; q0: first query of the step."""
+    lane = cute.arch.lane_idx()
+    for r in cutlass.range_constexpr(2):
+        first = Int32(0)
+        if const_expr(masks.right):
+            first = key + 8 * r - shift - right - q0 - 2 * (lane % 4)
+        first = first if key + 8 * r < len_k else Int32(STEP)
+        last = key + 8 * r - shift + left - q0 - 2 * (lane % 4)
+        for j in cutlass.range_constexpr(8):
+            for c in cutlass.range_constexpr(2):
+                x = p[c, r, j]
+                x = x if 8 * j + c >= first else Float32(0.0)
+                if const_expr(masks.left):
+                    x = x if 8 * j + c <= last else Float32(0.0)
+                p[c, r, j] = x
+
+
+@cute.jit
+def scores_gradient(dp: cute.Tensor, p: cute.Tensor, scale: Any, b: cute.Tensor, b_scale: Float32) -> Any:
+    """dP codes -> p (dP scale - B b_scale), in place; returns the largest magnitude of each block in this thread."""
+    tops = [Float32(0.0), Float32(0.0)]
+    for j in cutlass.range_constexpr(8):
+        for c in cutlass.range_constexpr(2):
+            less = b[c, j] * b_scale
+            for r in cutlass.range_constexpr(2):
+                x = p[c, r, j] * (dp[c, r, j] * scale[j // 4] - less)
+                dp[c, r, j] = x
+                tops[j // 4] = max_abs(tops[j // 4], x)
+    return tops
+
+
+@cute.jit
+def codes(s: cute.Tensor, words: cute.Tensor) -> None:
+    """E4M3 register operand, as 32-bit words, whose contraction runs along queries in "mma" order."""
+    for r in cutlass.range_constexpr(2):
+        for k in cutlass.range_constexpr(4):
+            j = 2 * k
+            words[r + 2 * k] = pack_e4m3(s[0, r, j], s[1, r, j], s[0, r, j + 1], s[1, r, j + 1])
+
+
+@cute.jit
+def scaled_codes(s: cute.Tensor, factors: Any, words: cute.Tensor) -> None:
+    """``codes`` of s times a factor per block."""
+    for r in cutlass.range_constexpr(2):
+        for k in cutlass.range_constexpr(4):
+            j, f = 2 * k, factors[k // 2]
+            words[r + 2 * k] = pack_e4m3(s[0, r, j] * f, s[1, r, j] * f, s[0, r, j + 1] * f, s[1, r, j + 1] * f)
+
+
+@cute.jit
+def store_codes(words: cute.Tensor, address: Int32) -> None:
+    """Words of ``codes`` -> dS [64 queries, 128 keys] in shared memory, keys in "pairs" order.
+
+    address: of this lane's query and this warp's 16 keys; queries 32 further on lie 4096 bytes behind.
+    """
+    for half in cutlass.range_constexpr(2):
+        four = []
+        for k in cutlass.range_constexpr(2):
+            low, high = words[4 * half + 2 * k], words[4 * half + 2 * k + 1]
+            four += [permute_bytes(low, high, 0x5140), permute_bytes(low, high, 0x7362)]
+        store_transposed(address + 4096 * half, *four)
+
+
+@cute.jit
+def _own_exponent(top: Float32) -> Int32:
+    # formats.e8m0_exponent of a positive number for E4M3, not held to its smallest
+    bits = as_bits(top)
+    return (bits >> 23) - 135 + (Int32(1) if (bits & 0x7FFFFF) > 0x600000 else Int32(0))
+
+
+@cute.jit
+def kept_exponents(tops: Any, e: Int32, known: Int32) -> Any:
+    """Exponents of the two blocks of a step, and for dK that of both.
+
+    tops: largest |dS 2^-e| of each block over all keys of the tile. e: the exponent in force; known: 0 while it is a
+    guess because no gradient has been seen. Returns (first, second, both, known).
+    """
+    one, two = tops
+    serves = one == 0.0 or (known != 0 and one > LOWEST and one <= E4M3_MAX)
+    first = e if serves else cutlass.max(e + _own_exponent(one), -126)
+    seen = known if one == 0.0 else Int32(1)
+    scaled = two * power(e - first)
+    serves = two == 0.0 or (seen != 0 and scaled > LOWEST and scaled <= E4M3_MAX)
+    second = first if serves else cutlass.max(e + _own_exponent(two), -126)
+    seen = seen if two == 0.0 else Int32(1)
+    both = second if one == 0.0 else cutlass.max(first, second)
+    return first, second, both, seen
+
+
+@cute.jit
+def rotate_back(x: cute.Tensor) -> None:
+    """``formats.hadamard`` of the rows of an accumulator [2, 2, 8, D / 64] spread over a quad, in place."""
+    lane = cute.arch.lane_idx()
+    halves = cute.size(x.shape[3])
+    for r in cutlass.range_constexpr(2):
+        for h in cutlass.range_constexpr(halves):
+            for j in cutlass.range_constexpr(8):
+                x[0, r, j, h], x[1, r, j, h] = x[0, r, j, h] + x[1, r, j, h], x[0, r, j, h] - x[1, r, j, h]
+                for bit in cutlass.range_constexpr(2):
+                    for c in cutlass.range_constexpr(2):
+                        mine = x[c, r, j, h]
+                        other = cute.arch.shuffle_sync_bfly(mine, 1 << bit)
+                        x[c, r, j, h] = other + (mine if lane & (1 << bit) == 0 else -mine)
+            for bit in cutlass.range_constexpr(3):
+                for j in cutlass.range_constexpr(8):
+                    if const_expr(j & (1 << bit) == 0):
+                        for c in cutlass.range_constexpr(2):
+                            a, b = x[c, r, j, h], x[c, r, j | 1 << bit, h]
+                            x[c, r, j, h], x[c, r, j | 1 << bit, h] = a + b, a - b
+        if const_expr(halves == 2):
+            for j in cutlass.range_constexpr(8):
+                for c in cutlass.range_constexpr(2):
+                    a, b = x[c, r, j, 0], x[c, r, j, 1]
+                    x[c, r, j, 0], x[c, r, j, 1] = a + b, a - b
+        for h in cutlass.range_constexpr(halves):
+            for j in cutlass.range_constexpr(8):
+                for c in cutlass.range_constexpr(2):
+                    x[c, r, j, h] = x[c, r, j, h] * ((64 * halves) ** -0.5)

@@ -1,0 +1,171 @@
+"""The Hopper backward on a software device, against its twin with the same codes.
+
+The device multiplies exactly and adds in FP32. What is left between kernel and twin: the hardware's 2^x (here exact to
+an ulp), which moves a P or dS on the boundary between two codes to the other, 1/16 of that entry; the order of FP16
+additions of dQ, 2^-11 of the running sum each; the rounding of dk and dv to BF16, 1.7e-3 RMS.
+"""
+
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi")
+
+import cutlass
+from cutlass import cute
+from reference_cases import make_plan, relative_rms
+
+import flamia
+import softgpu
+from flamia import formats
+from flamia.documents import Documents
+from flamia.quantize.payloads import Payloads, backward_specs, forward_specs
+from flamia.quantize.reference import TokenMap, make_all, prepare, token_amax
+from flamia.quantize.triton_finish import fragment_order
+from flamia.reference import backend, folded
+from flamia.reference.chunks import chunks
+from flamia.sm90.backward import Backward, compile_backward
+from flamia.sm90.work import Masks
+from flamia.worklists import work_lists
+from softgpu.cutedsl import compiling
+
+_KERNELS = {}
+
+
+def kernel(device, head_dim, ratio, masks, dtype=torch.bfloat16, **options):
+    """The compiled kernel of a call."""
+    out = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}[dtype]
+    key = (head_dim, ratio, masks, dtype, tuple(options.items()))
+    if key not in _KERNELS:
+        with compiling(softgpu.Device(), "sm_90a"):
+            made = Backward(head_dim, ratio, masks, rotate=head_dim == 128, **options)
+            _KERNELS[key] = compile_backward(made, out, compile=cute.compile)
+    _KERNELS[key].device = device
+    return _KERNELS[key]
+
+
+def offsets(lengths):
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+
+
+class Case:
+    """Seeded packed inputs as payloads and numbers, and the twin's gradients."""
+
+    def __init__(
+        self, len_q, len_k, heads, kv_heads, head_dim, left=None, right=None, spread=0.0, dlse=False, **recipe
+    ):
+        g = torch.Generator().manual_seed(0)
+        total_q, total_k = sum(len_q) + 3, sum(len_k) + 2  # tokens of no document at the end
+
+        def tokens(total, heads):
+            size = torch.exp2(torch.randn(total, 1, 1, generator=g) * spread)
+            return (torch.randn(total, heads, head_dim, generator=g) * size).bfloat16()
+
+        q, do = tokens(total_q, heads), tokens(total_q, heads)
+        k, v = tokens(total_k, kv_heads), tokens(total_k, kv_heads)
+        do[2:9] = 0  # rows that must not set the exponent of their group
+        self.plan = plan = make_plan(
+            flamia.Recipe(variant="folded", **recipe), heads, kv_heads, head_dim, left, right, training=True
+        )
+        documents = self.documents = Documents(offsets(len_q), offsets(len_k), total_q, total_k)
+        maps = {name: TokenMap.build(documents.cu_seqlens_q, total_q) for name in ("q", "do")}
+        maps |= {name: TokenMap.build(documents.cu_seqlens_k, total_k) for name in "kv"}
+        sources = {
+            name: prepare(x, maps[name], rotate=plan.rotates and name != "v")
+            for name, x in zip("qkv", (q, k, v), strict=True)
+        }
+        items = make_all(forward_specs(plan.recipe, True, True), sources, maps, per_token=False, rounding="up")
+        self.payloads = Payloads(items, token_amax(sources["k"]), token_amax(sources["v"]))
+        forward = folded.forward(plan, self.payloads, documents)
+        gradient = torch.randn(heads, total_q, generator=g) if dlse else None
+        seen = []
+
+        def capture(*arguments):
+            seen.append(arguments)
+            return folded_backward(*arguments)
+
+        def with_columns(specs, *arguments, **options):
+            return make_all(backward_specs(plan.recipe, True), *arguments, **options)
+
+        folded_backward = folded.backward
+        with mock.patch.object(backend, "make_all", with_columns), mock.patch.object(folded, "backward", capture):
+            backend.run_backward(
+                plan, do, gradient, forward.o.bfloat16(), forward.lse2, forward.row_max, self.payloads, documents, None
+            )
+        self.arguments = seen[0]
+        self.do = self.arguments[2]["do"]
+        self.want = folded.backward(*self.arguments)
+        self._numbers()
+        self.lists = work_lists(documents, left, right)
+        self.window = (left or 0, right or 0)
+
+    def _numbers(self):
+        plan, documents = self.plan, self.documents
+        shape = (plan.heads_q, documents.total_q)
+        self.addend, self.b = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+        self.unit = torch.full(shape, 99, dtype=torch.int32)
+        self.token_scale = torch.zeros(shape, dtype=torch.int32)
+        cu = documents.cu_seqlens_q.tolist()
+        self.document_scale = torch.zeros(shape[0], len(cu) - 1, dtype=torch.int32)
+        for chunk in chunks(documents, plan.heads_kv, plan.ratio, plan.head_dim, plan.left, plan.right):
+            made = folded._ChunkBackward(plan, chunk, *self.arguments[1:3], *self.arguments[4:])
+            power = torch.where(made.live, made.e_t - made.c, 0) + folded.PROBABILITY_SHIFT
+            chunk.scatter_table(self.addend, torch.where(made.live, power - made.m, -torch.inf), "q")
+            chunk.scatter_table(self.b, made.b, "q")
+            chunk.scatter_table(self.unit, made.unit, "q")
+            chunk.scatter_table(self.token_scale, made.prescale, "q")
+        for i, (a, b) in enumerate(itertools.pairwise(cu)):
+            if b > a:
+                self.document_scale[:, i] = self.token_scale[:, a]
+
+    def run(self, function, dtype=torch.bfloat16, section=1, ctas=2):
+        """dq before its rotation in FP32, dk, dv of the kernel."""
+        plan, f8 = self.plan, torch.float8_e4m3fn
+        q, k, v = (self.payloads[name] for name in "qkv")
+        dk, dv = (torch.full(v.codes.shape, torch.nan, dtype=dtype) for _ in range(2))
+        capacity = q.columns.shape[2]
+        accumulator = torch.zeros(plan.heads_q, capacity, plan.head_dim, dtype=torch.float16)
+        causal = plan.recipe.accumulator_scale == "causal"
+        lists, documents = self.lists, self.documents
+        function(
+            *(x.view(f8) for x in (q.codes, k.codes, v.codes, self.do.codes, q.columns, k.columns, self.do.columns)),
+            dk, dv, accumulator, self.addend, self.b, self.unit, q.exponents, k.exponents, v.exponents,
+            self.token_scale if causal else self.document_scale, lists.backward.items, lists.backward.count,
+            documents.cu_seqlens_q, documents.cu_seqlens_k, lists.q.column_starts, lists.k.column_starts,
+            plan.score_scale, plan.softmax_scale, *self.window, section, ctas,
+        )  # fmt: skip
+        slabs = accumulator.view(plan.heads_q, -1, 16 * plan.head_dim)
+        rows = slabs[..., fragment_order(plan.head_dim).flatten()].view(accumulator.shape).transpose(0, 1)
+        sums = TokenMap.build(documents.cu_seqlens_q, documents.total_q).unpad(rows).float()
+        return sums * formats.pow2(-self.token_scale).t().unsqueeze(-1) * plan.softmax_scale, dk, dv
+
+    def check(self, result, tolerance=None):
+        used = int(self.documents.cu_seqlens_q[-1]), int(self.documents.cu_seqlens_k[-1])
+        dq, dk, dv = self.want
+        want = (dq, formats.hadamard(dk) if self.plan.rotates else dk, dv)
+        errors = [relative_rms(x[:n], y[:n]) for x, y, n in zip(result, want, (used[0], used[1], used[1]), strict=True)]
+        print(errors)
+        for error, bound in zip(errors, tolerance or (2e-3, 3e-3, 3e-3), strict=True):
+            assert error < bound
+        for x in result[1:]:
+            assert x[used[1] :].isnan().all()  # keys of no document are not written
+
+
+CAUSAL, FULL, WINDOW = Masks(False, True), Masks(False, False), Masks(True, True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("masks", "window"), [(FULL, (None, None)), (CAUSAL, (None, 0)), (WINDOW, (100, 0)), (WINDOW, (50, 30))], ids=str
+)
+@pytest.mark.parametrize(
+    ("len_q", "len_k"),
+    [([300], [300]), ([129, 0, 31, 127], [129, 5, 31, 127]), ([33, 1, 100], [150, 1, 20])],
+    ids=["one", "packed", "unequal"],
+)
+def test_backward_equals_its_twin(soft_device, head_dim, masks, window, len_q, len_k):
+    case = Case(len_q, len_k, 2, 1, head_dim, *window)
+    case.check(case.run(kernel(soft_device, head_dim, 2, masks)))
