@@ -2,7 +2,8 @@
 
 ``wgmma.mma_async`` owns its accumulators and its A registers until a ``wgmma.wait_group`` that covers its group (PTX
 ISA 9.7.15.7). On a chip an earlier access gives whatever is there. A forward data flow over the blocks finds every
-such access on any path. ``tcgen05.ld`` is left out: shipped kernels rely on the chip's own tracking of its registers.
+such access on any path. Registers that ``tcgen05.ld`` fills are found in the same way, and told apart: shipped kernels
+use them without ``tcgen05.wait::ld``, since the machine code tracks them.
 """
 
 from __future__ import annotations
@@ -62,18 +63,15 @@ def _step(state: dict, instr: Instr, complain: bool) -> dict:
     return state
 
 
-def check_registers(blocks: list[Block], labels: dict[str, int]) -> None:
-    """Raise AsyncRace at the first access to a register that a product in flight still owns."""
-    interesting = any(i.parts[0] == "wgmma" for b in blocks for i in b.instrs)
-    if not interesting:
-        return
+def _entries(blocks: list[Block], labels: dict[str, int], step) -> dict[int, dict]:
+    """State at the start of every block that can be reached."""
     entry: dict[int, dict] = {0: {}}
     work = [0]
     while work:
         n = work.pop()
         state = entry[n]
         for instr in blocks[n].instrs:
-            state = _step(state, instr, False)
+            state = step(state, instr)
         for m in _following(blocks[n], labels, len(blocks)):
             known = entry.get(m)
             # the younger age is the more pending one; a register in flight on one path is in flight
@@ -83,7 +81,43 @@ def check_registers(blocks: list[Block], labels: dict[str, int]) -> None:
             if known is None or joined != known:
                 entry[m] = joined
                 work.append(m)
+    return entry
+
+
+def check_registers(blocks: list[Block], labels: dict[str, int]) -> None:
+    """Raise AsyncRace at the first access to a register that a product in flight still owns."""
+    if not any(i.parts[0] == "wgmma" for b in blocks for i in b.instrs):
+        return
+    entry = _entries(blocks, labels, lambda state, instr: _step(state, instr, False))
     for n in sorted(entry):
         state = entry[n]
         for instr in blocks[n].instrs:
             state = _step(state, instr, True)
+
+
+def _load_step(state: dict, instr: Instr) -> dict:
+    """State after an instruction: register → 0 for those that a ``tcgen05.ld`` fills."""
+    head = instr.parts[:2]
+    if head == ("tcgen05", "wait::ld"):
+        return {}
+    if head == ("tcgen05", "ld"):
+        return state | dict.fromkeys((r.name for r in destinations(instr)), 0)
+    return state
+
+
+def unwaited_loads(blocks: list[Block], labels: dict[str, int]) -> list[tuple[Instr, str]]:
+    """(instruction, register) of every access to a register that a ``tcgen05.ld`` fills, with no ``tcgen05.wait::ld``
+    in between (PTX ISA 9.7.16.8.4), in text order; one register per instruction."""
+    if not any(i.parts[:2] == ("tcgen05", "ld") for b in blocks for i in b.instrs):
+        return []
+    entry = _entries(blocks, labels, _load_step)
+    found = []
+    for n in sorted(entry):
+        state = entry[n]
+        for instr in blocks[n].instrs:
+            if state:
+                early = next((r.name for r in sources(instr) + destinations(instr) if r.name in state), None)
+                if early is not None:
+                    found.append((instr, early))
+            state = _load_step(state, instr)
+    return found

@@ -17,7 +17,7 @@ from collections import deque
 import numpy as np
 
 from .checks import ALL, Checks, deadlock_report
-from .errors import BarrierMisuse, Deadlock, SoftGPUError
+from .errors import AsyncRace, BarrierMisuse, Deadlock, SoftGPUError
 from .memory import (
     OFFSET_MASK,
     RANK_SHIFT,
@@ -565,6 +565,7 @@ class Launch:
         self.rng = None if seed is None else random.Random(seed)
         self.clock = 1
         self.notes: list[str] = []
+        self._tell_unwaited_loads()
         self.priorities: dict[int, float] = {}
         self.pool: dict[int, list] = {}
         if any(g % c for g, c in zip(self.grid, self.cluster, strict=True)):
@@ -591,6 +592,21 @@ class Launch:
         gx, gy, gz = self.grid
         self.origins = deque((x, y, z) for z in range(0, gz, cz) for y in range(0, gy, cy) for x in range(0, gx, cx))
         self.started = 0
+
+    def _tell_unwaited_loads(self) -> None:
+        early = self.program.unwaited_loads
+        if not early:
+            return
+        instr, register = early[0]
+        if self.checks.tensor_loads:
+            raise AsyncRace(
+                f"register {register} is used before the tcgen05.ld that fills it is waited for (tcgen05.wait::ld)",
+                line=instr.line, text=instr.text[:200],
+            )  # fmt: skip
+        self.note(
+            f"{len(early)} instructions use registers of a tcgen05.ld before tcgen05.wait::ld, "
+            f"the first at line {instr.line}"
+        )
 
     def note(self, text: str) -> None:
         """Something odd that is not an error; kept once, in the report."""

@@ -13,7 +13,7 @@ import importlib
 import numpy as np
 
 from . import flow
-from .dataflow import check_registers
+from .dataflow import check_registers, unwaited_loads
 from .errors import SoftGPUError, UnsupportedInstruction
 from .ptx import Imm, Instr, Kernel, Mem, Not, Pair, Reg, Sink, Special, Sym
 
@@ -60,6 +60,7 @@ class Program:
         _lower_b128(kernel)
         self.blocks, self.labels = flow.split(kernel)
         check_registers(self.blocks, self.labels)
+        self.unwaited_loads = unwaited_loads(self.blocks, self.labels)
         self.local = flow.block_local(self.blocks)
         self.rows: dict[str, tuple[int, int]] = {}
         self.counts = {1: 0, 16: 0, 32: 0, 64: 0}

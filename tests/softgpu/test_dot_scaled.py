@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("triton.backends.compiler")
 
 import dot_scaled
-from faults import SCALE_FAULTS
+from faults import SCALE_FAULTS, replace
 
-from softgpu import Device
+from softgpu import AsyncRace, Checks, Device
 
 pytestmark = pytest.mark.slow
 
@@ -38,3 +38,11 @@ def test_scale_fault_is_answered(name):
     with contextlib.suppress(*answers):
         difference, _ = dot_scaled.run(Device(), "mxfp8", *SHAPES[0], edit=edit)
         assert difference > 0.05
+
+
+def test_dropped_wait_for_tensor_memory_loads_is_answered():
+    checks = Checks(tensor_loads=True)
+    assert dot_scaled.run(Device(checks=checks), "mxfp8", *SHAPES[0])[0] < 2e-5
+    dropped = replace(r"tcgen05\.wait::ld\.sync\.aligned;", "", None)
+    with pytest.raises(AsyncRace, match="waited for"):
+        dot_scaled.run(Device(checks=checks), "mxfp8", *SHAPES[0], edit=dropped)

@@ -224,6 +224,42 @@ def test_tensor_memory_rules():
         go("tcgen05.st.sync.aligned.32x32b.x1.b32 [%r2], {%r0};")
 
 
+def test_tensor_loads_used_before_their_wait():
+    # a loop: the load of one turn is used in the next, over the back edge
+    text = """
+	mov.u32 %r1, dynamic;
+	tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32;
+	ld.shared.u32 %r2, [%r1];
+	tcgen05.st.sync.aligned.32x32b.x1.b32 [%r2], {{%r0}};
+	tcgen05.wait::st.sync.aligned;
+	mov.u32 %r5, 7;
+	mov.u32 %r3, 0;
+	AGAIN: st.global.u32 [%d21], %r5;
+	tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r5}}, [%r2];
+	{wait}
+	add.u32 %r3, %r3, 1;
+	setp.lt.u32 %p1, %r3, 2;
+	@%p1 bra AGAIN;
+	tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, 32;"""
+    strict = softgpu.Checks(tensor_loads=True)
+
+    def go(wait, checks):
+        out = np.zeros(32, np.uint32)
+        device = Device(checks=checks)
+        report = run(AT + text.format(wait=wait), out, shared=128, target="sm_100a", device=device)
+        assert (out == np.arange(32)).all()
+        return report
+
+    assert go("tcgen05.wait::ld.sync.aligned;", strict).notes == []
+    with pytest.raises(softgpu.AsyncRace, match=r"%r5 is used before the tcgen05\.ld") as e:
+        go("", strict)
+    assert "st.global.u32 [%d21], %r5" in e.value.text
+    # shipped kernels do it: said, not refused
+    notes = go("", softgpu.ALL).notes
+    assert len(notes) == 1
+    assert "2 instructions use registers of a tcgen05.ld before tcgen05.wait::ld" in notes[0]
+
+
 def test_report_counts_opcodes():
     out = np.zeros(64, np.uint32)
     report = run(

@@ -16,6 +16,7 @@ _KNOWN = {"rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "ftz", "sat", "sat
 
 @emits("cvt")
 def convert(g, i):
+    """cvt: scalar, or to and from packed pairs and fours of 16-bit floats and of tensor-core formats."""
     if i.parts[1] == "pack":
         raise g.unsupported("cvt.pack is not supported")
     types = [p for p in i.parts[1:] if p not in _KNOWN]

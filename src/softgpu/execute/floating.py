@@ -144,10 +144,7 @@ def packed16(op, bf16, *args):
 
 @emits("fma")
 def fused(g, i):
-    if i.parts[-1] in ("f16", "bf16") and i.parts[-2] == "f32":
-        # fma.rn.f32.bf16: 16-bit factors, float32 addend and result
-        arithmetic(g, i)
-        return
+    """fma: a·b + c rounded once; ``fma.rn.f32.bf16`` takes 16-bit factors with a float32 addend and result."""
     arithmetic(g, i)
 
 
@@ -196,6 +193,7 @@ def divide(g, i):
 
 @emits("ex2", "lg2", "rcp", "sqrt", "rsqrt", "sin", "cos", "tanh")
 def transcendental(g, i):
+    """Approximations on the chip; here NumPy's, correct to the last bit or so."""
     kind = i.parts[-1]
     _modifiers(g, i)
     d, a = i.operands
@@ -221,6 +219,7 @@ def transcendental(g, i):
 
 @emits("copysign")
 def copy_sign(g, i):
+    """The magnitude of the second source with the sign of the first."""
     d, a, b = i.operands
     code = type_code(i.parts[-1])
     # the sign comes from the first source (PTX ISA 9.7.3.15)
@@ -229,6 +228,7 @@ def copy_sign(g, i):
 
 @emits("testp")
 def test_property(g, i):
+    """testp: a predicate that says whether the float is finite, infinite, a number or a NaN."""
     prop, kind = i.parts[1:3]
     text = {
         "finite": "np.isfinite({})",

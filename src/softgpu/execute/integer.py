@@ -22,6 +22,7 @@ def _check(g, allowed, parts) -> None:
 
 @emits("add", "sub")
 def add_sub(g, i):
+    """add and sub of integers, modulo 2^bits; float types go to ``floating``."""
     kind = i.parts[-1]
     if kind[0] in "us" or kind.startswith("b"):
         _check(g, (), i.parts[1:-1])
@@ -36,6 +37,7 @@ def add_sub(g, i):
 
 @emits("mul", "mad")
 def mul_mad(g, i):
+    """mul and mad of integers: the low or high half of the product, or all of it (``.wide``)."""
     kind = i.parts[-1]
     if kind[0] == "f":
         from .floating import arithmetic
@@ -77,6 +79,7 @@ def mul_hi64(a, b):
 
 @emits("div", "rem")
 def div_rem(g, i):
+    """Quotient towards zero, and the remainder that belongs to it."""
     kind = i.parts[-1]
     if kind[0] == "f":
         from .floating import divide
@@ -105,6 +108,7 @@ def int_rem(a, b):
 
 @emits("and", "or", "xor")
 def logic(g, i):
+    """Bitwise and, or, xor; on predicates too."""
     code = type_code(i.parts[-1])
     d, a, b = i.operands
     name = {"and": "np.bitwise_and", "or": "np.bitwise_or", "xor": "np.bitwise_xor"}[i.parts[0]]
@@ -115,6 +119,7 @@ def logic(g, i):
 
 @emits("not", "cnot")
 def invert(g, i):
+    """not: bitwise. cnot: 1 where the source is zero, else 0."""
     code = type_code(i.parts[-1])
     d, a = i.operands
     if i.parts[0] == "cnot":
@@ -125,6 +130,7 @@ def invert(g, i):
 
 @emits("neg", "abs")
 def sign(g, i):
+    """neg and abs, modulo 2^bits."""
     code = type_code(i.parts[-1]) if i.parts[-1] not in ("f16x2", "bf16x2", "bf16", "f16") else None
     if code is None or code[0] == "f":
         from .floating import sign as float_sign
@@ -137,6 +143,7 @@ def sign(g, i):
 
 @emits("min", "max")
 def min_max(g, i):
+    """min and max of integers; float types go to ``floating``."""
     kind = i.parts[-1]
     if kind[0] in "fb":
         from .floating import min_max as float_min_max
@@ -155,6 +162,7 @@ def min_max(g, i):
 
 @emits("shl", "shr")
 def shift(g, i):
+    """shl and shr: counts above the width count as the width; signed shr repeats the sign."""
     code = type_code(i.parts[-1])
     if i.parts[0] == "shl":
         code = "u" + code[1]
@@ -191,6 +199,7 @@ def shift_right(a, n):
 
 @emits("shf")
 def funnel(g, i):
+    """shf: 32 bits of a 64-bit pair shifted left or right; the count is taken modulo 32 or clamped to 32."""
     _, direction, mode, _ = i.parts
     d, *args = i.operands
     texts = ", ".join(g.src(x, "u4") for x in args)
@@ -206,6 +215,7 @@ def funnel_shift(low, high, n, left, clamp):
 
 @emits("bfe")
 def bit_extract(g, i):
+    """bfe: ``length`` bits from bit ``start``, extended by their sign in signed types."""
     code = type_code(i.parts[-1])
     d, a, b, c = i.operands
     g.dst(d, code, f"{g.use(bfe)}({g.src(a, code)}, {g.src(b, 'u4')}, {g.src(c, 'u4')})")
@@ -228,6 +238,7 @@ def bfe(a, position, length):
 
 @emits("bfi")
 def bit_insert(g, i):
+    """bfi: the second source with ``length`` bits from bit ``start`` replaced by low bits of the first."""
     code = "u" + type_code(i.parts[-1])[1]
     f, a, b, c, d = i.operands
     g.dst(f, code, f"{g.use(bfi)}({g.src(a, code)}, {g.src(b, code)}, {g.src(c, 'u4')}, {g.src(d, 'u4')})")
@@ -242,12 +253,14 @@ def bfi(a, b, position, length):
 
 @emits("popc")
 def popcount(g, i):
+    """popc: the number of ones."""
     code = type_code(i.parts[-1])
     g.dst(i.operands[0], "u4", f"np.bitwise_count({g.src(i.operands[1], 'u' + code[1])}).astype(np.uint32)")
 
 
 @emits("clz")
 def leading_zeros(g, i):
+    """clz: zeros above the highest one; the width for zero."""
     code = type_code(i.parts[-1])
     g.dst(i.operands[0], "u4", f"{g.use(clz)}({g.src(i.operands[1], 'u' + code[1])})")
 
@@ -264,6 +277,7 @@ def clz(a):
 
 @emits("bfind")
 def find_leading(g, i):
+    """bfind: place of the highest bit unlike the sign, counted from the top with ``.shiftamt``; -1 if there is none."""
     code = type_code(i.parts[-1])
     shift = "shiftamt" in i.parts
     g.dst(i.operands[0], "u4", f"{g.use(bfind)}({g.src(i.operands[1], code)}, {shift})")
@@ -281,6 +295,7 @@ def bfind(a, shiftamt):
 
 @emits("brev")
 def reverse_bits(g, i):
+    """brev: bit 0 becomes the highest."""
     code = "u" + type_code(i.parts[-1])[1]
     g.dst(i.operands[0], code, f"{g.use(brev)}({g.src(i.operands[1], code)})")
 
@@ -296,6 +311,7 @@ def brev(a):
 
 @emits("prmt")
 def permute(g, i):
+    """prmt: four bytes out of eight, chosen by the nibbles of the selector."""
     if len(i.parts) != 2:
         raise g.unsupported("only the default mode is supported")
     d, a, b, c = i.operands
@@ -352,6 +368,7 @@ def _comparison(g, i, cmp: str, kind: str) -> str:
 
 @emits("setp")
 def set_predicate(g, i):
+    """setp: a comparison joined with a predicate where one is given; the second result has its complement joined."""
     parts = [p for p in i.parts[1:] if p != "ftz"]
     cmp, kind = parts[0], parts[-1]
     if kind in ("f16x2", "bf16x2"):
@@ -379,6 +396,7 @@ def set_predicate(g, i):
 
 @emits("selp")
 def select(g, i):
+    """selp: the first source where the predicate holds, else the second."""
     code = type_code(i.parts[-1])
     d, a, b, p = i.operands
     g.dst(d, code, f"np.where({g.src(p, 'p')}, {g.src(a, code)}, {g.src(b, code)})")
@@ -386,6 +404,7 @@ def select(g, i):
 
 @emits("lop3")
 def logic3(g, i):
+    """lop3: any function of three bits, by its truth table."""
     d, a, b, c, table = i.operands
     g.dst(d, "u4", f"{g.use(lop3)}({g.src(a, 'u4')}, {g.src(b, 'u4')}, {g.src(c, 'u4')}, {table.value})")
 

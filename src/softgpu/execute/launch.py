@@ -12,6 +12,7 @@ from .tma import Operation, _each
 
 @emits("clusterlaunchcontrol")
 def cluster_launch_control(g, i):
+    """try_cancel asks for a waiting cluster's work; query_cancel reads the answer."""
     if i.parts[1] == "try_cancel":
         multicast = any(p.startswith("multicast") for p in i.parts)
         target, bar = i.operands[:2]

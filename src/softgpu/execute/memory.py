@@ -35,6 +35,7 @@ def _form(g, parts):
 
 @emits("ld", "ldu")
 def load(g, i):
+    """ld: one to eight registers from global, shared or parameter memory; order and cache modifiers have no effect."""
     space, vector, kind = _form(g, i.parts[1:])
     bits = TYPE_BITS[kind]
     d, source = i.operands[:2]
@@ -136,6 +137,7 @@ def load_generic(f, address, unit, count, mask):
 
 @emits("st")
 def store(g, i):
+    """st: one to eight registers to global, shared or distributed shared memory."""
     asynchronous = "async" in i.parts
     if asynchronous:
         raise g.unsupported("st.async is not supported")
@@ -223,6 +225,7 @@ _ATOMIC = {
 
 @emits("atom", "red")
 def atomic(g, i):
+    """atom gives the old value, red does not; lanes take effect in order of their number."""
     if "async" in i.parts:
         raise g.unsupported("red.async is not supported")
     op = next((p for p in i.parts[1:] if p in _ATOMIC), None)
@@ -275,6 +278,7 @@ def atomic_each(f, address, op, b, c, shared, mask):
 
 @emits("ldmatrix")
 def load_matrix(g, i):
+    """ldmatrix: 8×8 tiles of 16-bit elements; lane 8·n + r gives the address of row r of tile n."""
     if "m8n8" not in i.parts or i.parts[-1] != "b16":
         raise g.unsupported("only .m8n8 with .b16 is supported")
     count = int(next(p for p in i.parts if p in ("x1", "x2", "x4"))[1])
@@ -318,6 +322,7 @@ def ldmatrix(f, address, count, trans, mask):
 
 @emits("stmatrix")
 def store_matrix(g, i):
+    """stmatrix: the reverse of ldmatrix."""
     if "m8n8" not in i.parts or i.parts[-1] != "b16":
         raise g.unsupported("only .m8n8 with .b16 is supported")
     target, value = i.operands

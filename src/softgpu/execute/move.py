@@ -17,6 +17,7 @@ def _copy(g, operand, code: str) -> str:
 
 @emits("mov")
 def move(g, i):
+    """mov between registers, of addresses and special values, and to and from tuples of narrower registers."""
     kind = i.parts[-1]
     d, a = i.operands
     if kind == "b128":
@@ -90,6 +91,7 @@ def _unpack(g, items, a, kind: str) -> None:
 
 @emits("cvta")
 def convert_address(g, i):
+    """cvta: a state space's own address to a generic one, or back (``.to``)."""
     to = "to" in i.parts
     space = i.parts[2] if to else i.parts[1]
     kind = i.parts[-1]
@@ -112,6 +114,7 @@ def convert_address(g, i):
 
 @emits("isspacep")
 def is_space(g, i):
+    """isspacep: does the generic address lie in this state space?"""
     space = i.parts[1].split("::")[0]
     d, a = i.operands
     value = g.src(a, "u8")
@@ -128,6 +131,7 @@ def is_space(g, i):
 
 @emits("bra")
 def branch(g, i):
+    """bra: lanes that part run as fragments of their own."""
     target = g.program.labels[i.operands[0].name]
     fall = g.block.index + 1
     if i.guard is None:
@@ -141,6 +145,7 @@ def branch(g, i):
 
 @emits("ret", "exit")
 def leave(g, i):
+    """ret and exit: these lanes are done."""
     if i.guard is None:
         g.line("return f.leave(None)")
     else:
@@ -150,6 +155,7 @@ def leave(g, i):
 
 @emits("trap")
 def trap(g, i):
+    """trap: the launch fails."""
     g.line(f"{g.use(raise_trap)}(f, {g.mask})")
 
 

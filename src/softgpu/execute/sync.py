@@ -13,6 +13,7 @@ from ..translate import emits
 
 @emits("bar", "barrier")
 def barrier(g, i):
+    """bar and barrier: sync and arrive on the CTA's 16 barriers, within a warp, and of the cluster."""
     parts = [p for p in i.parts[1:] if p not in ("cta", "aligned")]
     if parts[0] == "cluster":
         _cluster_barrier(g, i, parts[1:])
@@ -148,6 +149,7 @@ def cluster_wait(f, mask):
 
 @emits("mbarrier")
 def mbarrier(g, i):
+    """init, inval, arrive, expect_tx, complete_tx, test_wait, try_wait on barriers in shared memory."""
     action = i.parts[1]
     known = {
         "shared",
@@ -304,6 +306,7 @@ def wait(f, address, value, parity, test, mask):
 
 @emits("fence")
 def fence(g, i):
+    """Only proxy fences act here: memory is otherwise in order."""
     kinds = i.parts[1:]
     if kinds[0] == "proxy":
         if kinds[1] == "async":
@@ -327,6 +330,7 @@ def proxy_fence(f):
 
 @emits("mapa")
 def map_address(g, i):
+    """mapa: the address of the same place in the shared memory of another CTA of the cluster."""
     d, a, rank = i.operands
     if i.parts[-1] == "u32":
         value = g.src(a, "u4")
@@ -343,6 +347,7 @@ def map_address(g, i):
 
 @emits("getctarank")
 def cta_rank(g, i):
+    """getctarank: the CTA in the cluster that a shared address belongs to."""
     d, a = i.operands
     if i.parts[-1] == "u32":
         g.dst(d, "u4", f"{g.src(a, 'u4')} >> {g.const(RANK_SHIFT, 'u4')}")

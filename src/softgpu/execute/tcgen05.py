@@ -1,8 +1,7 @@
 """Fifth-generation tensor core and tensor memory of sm_100a and sm_103a (PTX ISA 9.7.16).
 
 mma, cp and commit go through one in-order queue per issuing CTA. ``tcgen05.st`` takes effect at ``tcgen05.wait::st``,
-as late as allowed. ``tcgen05.ld`` reads at once: a chip tracks the registers of a load, and shipped kernels use them
-without ``wait::ld``, so a missing one is not a fault here.
+as late as allowed. ``tcgen05.ld`` reads at once; uses of its registers before ``wait::ld`` are found in ``dataflow``.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ DEPTH = {"f16": 16, "f8f6f4": 32, "mxf8f6f4": 32, "mxf4": 64, "mxf4nvf4": 64}
 
 @emits("tcgen05")
 def tcgen05(g, i):
+    """alloc, dealloc, ld, st, wait, mma, cp, commit; ordering fences have no effect."""
     action = i.parts[1]
     group = next((int(p[-1]) for p in i.parts if p.startswith("cta_group")), 1)
     if action == "alloc":

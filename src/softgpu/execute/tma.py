@@ -20,6 +20,7 @@ _REDUCE_TYPES = {"f32", "f16", "bf16", "u32", "s32", "u64"}
 
 @emits("cp")
 def copy(g, i):
+    """cp: cp.async with its groups, bulk and tensor copies, bulk reductions."""
     parts = i.parts[1:]
     if parts[0] == "reduce":
         _bulk(g, i, parts[3:], reduce=True)
@@ -150,6 +151,7 @@ def _map_bytes(f, address: int) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _decode_map(raw: bytes) -> TensorMap:
+    """A tensor map from its 128 bytes."""
     return TensorMap.decode(raw)
 
 

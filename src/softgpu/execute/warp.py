@@ -35,6 +35,7 @@ def _members(f, members, what: str) -> np.ndarray:
 
 @emits("elect")
 def elect(g, i):
+    """elect: one lane of each warp, and a predicate that holds in it."""
     d, members = i.operands
     first, second = d.first, d.second
     name = g.tmp()
@@ -56,6 +57,7 @@ def elect_one(f, members, mask):
 
 @emits("shfl")
 def shuffle(g, i):
+    """shfl: another lane's value, within segments; the predicate says whether that lane was in range."""
     if i.parts[1] != "sync" or i.parts[-1] != "b32":
         raise g.unsupported("only shfl.sync with .b32 is supported")
     mode = i.parts[2]
@@ -103,6 +105,7 @@ def shfl(f, mode, a, b, c, members, mask):
 
 @emits("vote")
 def vote(g, i):
+    """vote: all, any or uni of a predicate over the warp, or its ballot."""
     if i.parts[1] != "sync":
         raise g.unsupported("only vote.sync is supported")
     mode = i.parts[2]
@@ -144,6 +147,7 @@ def vote_sync(f, mode, a, members, mask):
 
 @emits("activemask")
 def active_mask(g, i):
+    """activemask: lanes of the warp that run this instruction together."""
     g.dst(i.operands[0], "u4", f"{g.use(active_bits)}(f)")
 
 
@@ -156,6 +160,7 @@ def active_bits(f):
 
 @emits("redux")
 def reduce(g, i):
+    """redux: a sum, minimum, maximum or bitwise function over the named lanes."""
     op, kind = i.parts[2], i.parts[-1]
     code = type_code(kind)
     if op not in ("add", "min", "max", "and", "or", "xor") or "abs" in i.parts or "NaN" in i.parts:

@@ -22,6 +22,7 @@ TYPES = {"bf16": (2, 16), "f16": (2, 16), "e4m3": (1, 32), "e5m2": (1, 32)}
 
 @emits("wgmma")
 def wgmma(g, i):
+    """fence, mma_async, commit_group and wait_group, by all 128 threads of a warpgroup."""
     action = i.parts[1]
     if action == "fence":
         g.line(f"{g.use(fence)}(f, {g.mask})")
