@@ -3,7 +3,7 @@
 Softmax attention, forward and backward, in microscaling formats on packed documents, after the FLAMIA paper.
 """
 
-from flamia.attention import flash_attn_func, flash_attn_varlen_func
+from flamia.attention import flash_attn_func, flash_attn_varlen_func, warmup
 from flamia.operators import last_plan
 from flamia.plan import Plan
 from flamia.recipe import Recipe, get_recipe, recipes
@@ -19,4 +19,5 @@ __all__ = [
     "get_recipe",
     "last_plan",
     "recipes",
+    "warmup",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -161,6 +162,44 @@ def flash_attn_varlen_func(
         v_offset=v_offset,
     )
     return (o, lse) if return_lse else o
+
+
+def warmup(
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cuda",
+    training: bool = True,
+    **options: Any,
+) -> None:
+    """Compile or load now what calls with these arguments need, so that none waits for it, inside a CUDA graph neither.
+
+    Runs one call on 128 tokens, and its backward if ``training``. What is compiled depends on the ratio of heads, the
+    head dimension, the dtype, which sides of the window are bounded, and the recipe; never on lengths or documents.
+
+    Args:
+        heads_q, heads_kv, head_dim: of q, and of k and v.
+        dtype: torch.bfloat16 or torch.float16.
+        device: where the calls will run.
+        options: those of ``flash_attn_varlen_func``: causal, window_size, recipe, backend, deterministic.
+
+    Raises:
+        ValueError, TypeError: as the calls would.
+    """
+    q, k, v = (
+        torch.zeros((128, n, head_dim), dtype=dtype, device=device, requires_grad=training)
+        for n in (heads_q, heads_kv, heads_kv)
+    )
+    documents = torch.tensor([0, 128], dtype=torch.int32, device=device)
+    with torch.set_grad_enabled(training):
+        o = flash_attn_varlen_func(q, k, v, documents, **options)
+        assert isinstance(o, Tensor)
+        if training:
+            o.sum().backward()
+    if q.is_cuda:
+        torch.cuda.synchronize(q.device)
 
 
 def _attention(

@@ -132,7 +132,7 @@ def compile_to(kernel: Kernel, folder: Path) -> Path:
     path = folder / _file_name(kernel)
     if path.exists():
         return path
-    with _locked(path.with_suffix(".lock")):
+    with _locked(folder / ".locks" / path.stem):
         if not path.exists():
             _build(kernel, path)
     return path
@@ -140,7 +140,7 @@ def compile_to(kernel: Kernel, folder: Path) -> Path:
 
 def write_index(folder: Path, kernels: Iterable[Kernel]) -> None:
     """Add kernels, whose libraries lie in the folder, to its index; entries of older sources leave it."""
-    with _locked(folder / "index.lock"):
+    with _locked(folder / ".locks" / "index"):
         entries = {e["name"]: e for e in _read_index(folder)} if (folder / INDEX).exists() else {}
         for kernel in kernels:
             entries[kernel.name] = _entry(kernel)
@@ -296,6 +296,7 @@ def _open(path: Path) -> Function:
 def _locked(path: Path) -> Iterator[None]:
     import fcntl
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

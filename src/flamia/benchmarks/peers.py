@@ -36,13 +36,13 @@ class Inputs:
     cu_seqlens: Tensor
 
     @classmethod
-    def make(cls, workload: Workload, causal: bool, seed: int = 0) -> Inputs:
+    def make(cls, workload: Workload, causal: bool, seed: int = 0, device: str = "cuda") -> Inputs:
         """Gaussian tensors, the same at every call."""
-        generator = torch.Generator("cuda").manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(seed)
         heads = (workload.heads_q, workload.heads_kv, workload.heads_kv)
         shapes = [(workload.tokens, n, workload.head_dim) for n in heads]
-        q, k, v = (torch.randn(s, generator=generator, device="cuda").to(torch.bfloat16) for s in shapes)
-        return cls(workload, causal, q, k, v, offsets(list(workload.lengths), "cuda"))
+        q, k, v = (torch.randn(s, generator=generator, device=device).to(torch.bfloat16) for s in shapes)
+        return cls(workload, causal, q, k, v, offsets(list(workload.lengths), device))
 
     def batched(self) -> list[Tensor]:
         """q, k, v as views [batch, tokens, heads, D]. Documents must be equally long."""

@@ -1,0 +1,162 @@
+"""The Hopper backend from q, k and v to o and lse: its launches on a software device, against the reference backend."""
+
+import contextlib
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi")
+pytest.importorskip("triton", reason="needs triton")
+
+import cutlass
+from cutlass import cute
+from reference_cases import make_plan, relative_rms
+
+import flamia
+import softgpu
+from flamia import bounds
+from flamia.documents import Documents
+from flamia.reference import backend as reference
+from flamia.sm90 import backend
+from flamia.sm90.forward import Forward, compile_forward
+from flamia.sm90.launches import finish_forward, uneven_documents
+from flamia.sm90.work import Masks
+from flamia.worklists import token_tables
+from softgpu.cutedsl import compiling
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs this on the device")
+COMPILED = {}
+
+
+@pytest.fixture
+def hopper(monkeypatch, soft_device):
+    """The backend with CPU tensors: kernels run on a software device, Triton is interpreted."""
+
+    def load(kernel):
+        if kernel not in COMPILED:
+            options = dict(kernel.options)
+            masks = Masks(options.pop("left"), options.pop("right"))
+            dtype = getattr(cutlass, options.pop("dtype"))
+            with compiling(softgpu.Device(), kernel.arch):
+                made = Forward(options.pop("head_dim"), options.pop("ratio"), masks, **options)
+                COMPILED[kernel] = compile_forward(made, dtype, compile=cute.compile, arch=kernel.arch)
+        COMPILED[kernel].device = soft_device
+        return COMPILED[kernel]
+
+    monkeypatch.setattr(backend, "load", load)
+    monkeypatch.setattr(backend, "_device", lambda index: (3, 1 << 20))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+
+def native_plan(heads, kv_heads, head_dim, left=None, right=None, training=False, **options):
+    recipe = flamia.Recipe(variant="folded", **options)
+    plan = make_plan(recipe, heads, kv_heads, head_dim, left, right, training)
+    return type(plan)(**{**vars(plan), "backend": "sm90"})
+
+
+def packed(len_q, len_k, heads, kv_heads, head_dim, tail=0, dtype=torch.bfloat16):
+    g = torch.Generator().manual_seed(0)
+    totals = (sum(len_q) + tail, sum(len_k) + tail, sum(len_k) + tail)
+    q, k, v = (
+        torch.randn(n, h, head_dim, generator=g).to(dtype)
+        for n, h in zip(totals, (heads, kv_heads, kv_heads), strict=True)
+    )
+    cu = [torch.tensor([0, *torch.tensor(n).cumsum(0)], dtype=torch.int32) for n in (len_q, len_k)]
+    return q, k, v, Documents(*cu, totals[0], totals[1])
+
+
+@pytest.mark.parametrize(
+    ("window", "options"), [((None, 0), {}), ((60, 20), {}), ((None, None), dict(row_sum="weights"))], ids=str
+)
+def test_from_tensors_to_outputs(hopper, window, options):
+    plan = native_plan(2, 1, 64, *window, **options)
+    q, k, v, documents = packed([140, 0, 33], [150, 5, 20], 2, 1, 64, tail=7)
+    q[-7:], k[-7:], v[-7:] = torch.nan, torch.nan, torch.nan
+    o, lse, result, kept = backend.run_forward(plan, q, k, v, documents)
+    want_o, _, want_lse, want, _ = reference.run_forward(plan, q, k, v, documents, None, None)
+    # Both round o to BF16: 2^-9 relative at most each, sqrt(2) * 1.1e-3 RMS together; kernel against twin 2e-3.
+    assert relative_rms(o, want_o) < 3e-3
+    seen = want_lse.isfinite()
+    assert torch.equal(lse.isfinite(), seen)
+    assert (lse[~seen] == -torch.inf).all()
+    # The bounds of test_forward: a flipped code moves a row that has few keys.
+    assert (lse - want_lse)[seen].abs().max() < 0.05
+    assert torch.equal(result.row_max, want.row_max)
+    assert (o[-7:] == 0).all()
+    assert kept == []
+
+
+def test_what_a_backward_needs_is_kept_in_the_announced_layout(hopper):
+    plan = native_plan(2, 1, 64, None, 0, training=True)
+    q, k, v, documents = packed([40, 33], [40, 33], 2, 1, 64)
+    *_, kept = backend.run_forward(plan, q, k, v, documents)
+    announced = backend.empty_kept(plan, q, k, 2)
+    assert len(kept) == len(announced)
+    for ours, theirs in zip(kept, announced, strict=True):
+        assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride())
+    *_, k_maxima, v_maxima = kept
+    assert torch.equal(v_maxima[0], torch.stack([v[:40].abs().max(), v[40:].abs().max()]).float())
+    assert torch.equal(k_maxima[0], torch.stack([k[:40].abs().max(), k[40:].abs().max()]).float())
+
+
+@pytest.mark.parametrize(("len_q", "len_k"), [([0, 0], [5, 0]), ([5, 3], [0, 0]), ([], [])], ids=str)
+def test_nothing_to_attend_to(hopper, len_q, len_k):
+    plan = native_plan(2, 1, 64, None, 0)
+    q, k, v, documents = packed(len_q, len_k, 2, 1, 64)
+    o, lse, result, _ = backend.run_forward(plan, q, k, v, documents)
+    assert o.shape == q.shape
+    assert (o == 0).all()
+    assert (lse == -torch.inf).all()
+    assert (result.row_max == 0).all()
+
+
+def test_names_of_what_ran():
+    names = backend.kernel_names(native_plan(4, 2, 128, None, 0), "forward", torch.float16)
+    attention = [name for name in names if name.startswith("sm90.forward")]
+    assert [("careful=True" in name, "ratio=2" in name, "Float16" in name) for name in attention] == [
+        (False, True, True),
+        (True, True, True),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------- small launches
+
+
+@pytest.mark.parametrize("spread", [5, 6, 7, 30])
+@pytest.mark.parametrize("lengths", [[70, 0, 5, 300], [1] * 40, [4096]], ids=["packed", "tiny", "one"])
+def test_uneven_documents_equal_their_twin(lengths, spread):
+    g = torch.Generator().manual_seed(spread)
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    total = int(cu[-1]) + 3
+    e = (100 + spread * torch.rand(3, total, generator=g).round()).to(torch.uint8)
+    e[1] = 100
+    e[:, -3:] = 0  # tokens of no document
+    flags = uneven_documents(e, token_tables(cu, total))
+    assert torch.equal(flags, bounds.uneven_documents(e, cu))
+    assert not flags[1].any()
+    if spread > bounds.FOLD_RANGE and max(lengths) > 60:
+        assert flags[0].any()
+    if spread <= bounds.FOLD_RANGE:
+        assert not flags.any()
+
+
+@pytest.mark.parametrize("tail", [0, 1, 200])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_finish_writes_lse_and_the_tail(tail, dtype):
+    used, heads, dim = 150, 3, 64
+    g = torch.Generator().manual_seed(0)
+    o = torch.full((used + tail, heads, dim), torch.nan, dtype=dtype)
+    lse2, row_max = (torch.full((heads, used + tail), torch.nan) for _ in range(2))
+    o[:used] = torch.randn(used, heads, dim, generator=g)
+    lse2[:, :used], row_max[:, :used] = torch.randn(2, heads, used, generator=g)
+    lse2[0, 7] = -torch.inf
+    before = [x.clone() for x in (o[:used], lse2[:, :used], row_max[:, :used])]
+    lse = finish_forward(o, lse2, row_max, torch.tensor([0, 100, used], dtype=torch.int32))
+    for now, was in zip((o[:used], lse2[:, :used], row_max[:, :used]), before, strict=True):
+        assert torch.equal(now, was)
+    assert torch.equal(lse[:, :used], before[1] * torch.tensor(2.0).log())
+    assert (o[used:] == 0).all()
+    assert (row_max[:, used:] == 0).all()
+    assert (lse[:, used:] == -torch.inf).all()
+    assert (lse2[:, used:] == -torch.inf).all()
