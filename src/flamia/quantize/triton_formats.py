@@ -99,6 +99,117 @@ def encode_e4m3(y, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def quarters(x, R: tl.constexpr, W: tl.constexpr):
+    """Columns 4i, 4i + 1, 4i + 2 and 4i + 3 of x [R, W], each [R, W / 4]. Registers only where a thread holds all."""
+    even, odd = tl.split(tl.reshape(x, (R, W // 4, 2, 2)))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def from_quarters(x0, x1, x2, x3, R: tl.constexpr, W: tl.constexpr):
+    """Inverse of ``quarters``."""
+    return tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (R, W))
+
+
+@triton.jit
+def e4m3_words(x0, x1, x2, x3):
+    """Four FP32 tensors -> their E4M3 codes in one int32 tensor, x0 in the lowest byte.
+
+    Codes travel between threads four at a time: tensors of bytes would be moved byte by byte.
+    """
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }""",
+            "=r,f,f,f,f",
+            [x0, x1, x2, x3],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        c0, c1 = encode_e4m3(x0, False).to(tl.int32), encode_e4m3(x1, False).to(tl.int32)
+        c2, c3 = encode_e4m3(x2, False).to(tl.int32), encode_e4m3(x3, False).to(tl.int32)
+        return c0 | (c1 << 8) | (c2 << 16) | (c3 << 24)
+
+
+@triton.jit
+def e4m3_values(words):
+    """The FP32 values of the codes in int32 words, lowest byte first."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high, a, b, c, d;
+            .reg .b32 pair;
+            mov.b32 {low, high}, $4;
+            cvt.rn.f16x2.e4m3x2 pair, low;
+            mov.b32 {a, b}, pair;
+            cvt.rn.f16x2.e4m3x2 pair, high;
+            mov.b32 {c, d}, pair;
+            cvt.f32.f16 $0, a;
+            cvt.f32.f16 $1, b;
+            cvt.f32.f16 $2, c;
+            cvt.f32.f16 $3, d;
+            }""",
+            "=f,=f,=f,=f,r",
+            [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return (
+            decode_e4m3(words & 255, False),
+            decode_e4m3(words >> 8 & 255, False),
+            decode_e4m3(words >> 16 & 255, False),
+            decode_e4m3(words >> 24 & 255, False),
+        )
+
+
+@triton.jit
+def _byte(w0, w1, w2, w3, SHIFT: tl.constexpr):
+    b0, b1, b2, b3 = w0 >> SHIFT & 255, w1 >> SHIFT & 255, w2 >> SHIFT & 255, w3 >> SHIFT & 255
+    return b0 | (b1 << 8) | (b2 << 16) | (b3 << 24)
+
+
+@triton.jit
+def transpose_bytes(w0, w1, w2, w3):
+    """Byte j of word i becomes byte i of word j, of four int32 tensors."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d;
+            prmt.b32 a, $4, $5, 0x5140;
+            prmt.b32 b, $6, $7, 0x5140;
+            prmt.b32 c, $4, $5, 0x7362;
+            prmt.b32 d, $6, $7, 0x7362;
+            prmt.b32 $0, a, b, 0x5410;
+            prmt.b32 $1, a, b, 0x7632;
+            prmt.b32 $2, c, d, 0x5410;
+            prmt.b32 $3, c, d, 0x7632;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r,r,r",
+            [w0, w1, w2, w3],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return (
+            _byte(w0, w1, w2, w3, 0),
+            _byte(w0, w1, w2, w3, 8),
+            _byte(w0, w1, w2, w3, 16),
+            _byte(w0, w1, w2, w3, 24),
+        )
+
+
+@triton.jit
 def decode_e4m3(codes, HARDWARE: tl.constexpr):
     """E4M3 codes (uint8) -> FP32, by the chip's conversion or from the bits."""
     if HARDWARE:
@@ -196,11 +307,15 @@ def keep(x):
 
 @triton.jit
 def _butterfly_chunk(x, R: tl.constexpr, W: tl.constexpr):
+    # Each column fetches its partner and nothing moves: a sum of both less one's own compiles to a register or a
+    # shuffle, whichever holds the partner. A product with +-1 is exact, so that the fused sum is the twin's.
+    sign = tl.where(tl.arange(0, 2) == 0, 1.0, -1.0)[None, None, :, None]
     for k in tl.static_range(0, 10):
         if (1 << k) < W:
-            y = tl.permute(tl.reshape(x, (R, W // (2 << k), 2, 1 << k)), (0, 1, 3, 2))
-            a, b = tl.split(y)
-            x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (R, W))
+            y = tl.reshape(x, (R, W // (2 << k), 2, 1 << k))
+            own = bits(y)
+            partner = (tl.sum(own, 2, keep_dims=True) - own).to(tl.float32, bitcast=True)
+            x = tl.reshape(tl.fma(y, sign, partner), (R, W))
     return x
 
 

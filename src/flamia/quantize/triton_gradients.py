@@ -34,8 +34,9 @@ from flamia.quantize.triton_formats import (
     decode_e2m1,
     decode_e4m3,
     e8m0_exponent,
-    encode_e4m3,
+    e4m3_values,
     exp2_exact,
+    from_quarters,
     magnitude,
     nvfp4,
     over_blocks,
@@ -48,9 +49,13 @@ from flamia.quantize.triton_operands import (
     ORDERS,
     check_tensor,
     chunk_width,
+    chunk_words,
     load_chunks,
     nvfp4_column_chunk,
     pack_groups,
+    store_columns,
+    store_rows,
+    tile_words,
 )
 from flamia.worklists import UNBOUNDED, WorkLists
 
@@ -90,13 +95,10 @@ class Gradients:
 
 
 @triton.jit
-def _eight(x, o, scale, back, rows_ptr, row_mask, columns_ptr, column_mask, WITH_COLUMNS: tl.constexpr):
-    """Store one chunk's E4M3 codes; returns the products of its dequantized values with o."""
-    codes = encode_e4m3(x * scale, COMPILED)
-    tl.store(rows_ptr, codes, row_mask)
-    if WITH_COLUMNS:
-        tl.store(columns_ptr, tl.trans(codes), column_mask)
-    return decode_e4m3(codes, COMPILED) * back * o
+def _products(words, back, o, R: tl.constexpr, W: tl.constexpr):
+    """Products of the dequantized values of one chunk's words with o."""
+    v0, v1, v2, v3 = e4m3_values(words)
+    return from_quarters(v0, v1, v2, v3, R, W) * back * o
 
 
 @triton.jit
@@ -174,7 +176,6 @@ def _gradient_kernel(
 
         row = token.to(tl.int64)[:, None] * (HEADS * D) + head * D
         place = column + step
-        column_mask = (step + r < width)[None, :]
         if FOUR:
             e = e8m0_exponent(amax, NVFP4_EMAX, NVFP4_LIMIT)
             tl.store(exponents_ptr + table + position, (e + 127).to(tl.uint8), written)
@@ -208,18 +209,18 @@ def _gradient_kernel(
             e = e8m0_exponent(shared, E4M3_EMAX, E4M3_LIMIT)
             tl.store(exponents_ptr + table + position, tl.where(inside, e + 127, 0).to(tl.uint8), written)
             scale, back = pow2(-e)[:, None], pow2(e)[:, None]
-            out = codes_ptr + row + d_row
-            columns = columns_ptr + channel * capacity + place + r[None, :]
-            p0 = _eight(x0, o0, scale, back, out, row_mask, columns, column_mask, WITH_COLUMNS)
-            columns += W * capacity
-            p1 = _eight(x1, o1, scale, back, out + W, row_mask, columns, column_mask, WITH_COLUMNS)
-            p2, p3 = x2, x3
+            w0, w1 = chunk_words(x0 * scale, R, W), chunk_words(x1 * scale, R, W)
+            p0, p1 = _products(w0, back, o0, R, W), _products(w1, back, o1, R, W)
+            w2, w3, p2, p3 = w0, w1, x2, x3
             if D > 2 * W:
-                columns += W * capacity
-                p2 = _eight(x2, o2, scale, back, out + 2 * W, row_mask, columns, column_mask, WITH_COLUMNS)
-            if D > 3 * W:
-                columns += W * capacity
-                p3 = _eight(x3, o3, scale, back, out + 3 * W, row_mask, columns, column_mask, WITH_COLUMNS)
+                w2, w3 = chunk_words(x2 * scale, R, W), chunk_words(x3 * scale, R, W)
+                p2, p3 = _products(w2, back, o2, R, W), _products(w3, back, o3, R, W)
+            words = tile_words(w0, w1, w2, w3, R, W, D)
+            store_rows(words, codes_ptr + row // 4, row_mask, D)
+            if WITH_COLUMNS:
+                stride = capacity // 4
+                columns = columns_ptr + head * D * stride + place // 4
+                store_columns(words, columns, stride, (width - step) // 32, D)
 
         delta = tree_sum(p0, p1, p2, p3, R, W, D)
         if FOLDED:
@@ -415,16 +416,19 @@ def quantize_gradient(
     names = {spec.kind: spec.name for spec in backward_specs(recipe, columns)}
     zeros = torch.zeros(3 if four else 2, heads, count, dtype=torch.float32, device=do.device)
     if four:
-        rows = NVFP4Rows(new(total, heads, dim // 2), new(total, heads, dim // 16), new(heads, total))
-        cols = NVFP4Columns(new(heads, dim, capacity // 2), new(heads, dim, capacity // 16), new(heads, count))
+        rows4 = NVFP4Rows(new(total, heads, dim // 2), new(total, heads, dim // 16), new(heads, total))
+        columns4 = NVFP4Columns(new(heads, dim, capacity // 2), new(heads, dim, capacity // 16), new(heads, count))
         # The exponent of documents without queries, which no program writes.
-        cols.exponents.fill_(1)
-        made: dict[str, Payload] = {names[NVFP4Rows]: rows, names[NVFP4Columns]: cols}
-        outputs = (rows.codes, rows.scales, rows.exponents, cols.codes, cols.scales, cols.exponents)
+        columns4.exponents.fill_(1)
+        made: dict[str, Payload] = {names[NVFP4Rows]: rows4, names[NVFP4Columns]: columns4}
+        outputs = (
+            rows4.codes, rows4.scales, rows4.exponents, columns4.codes, columns4.scales, columns4.exponents,
+        )  # fmt: skip
     else:
         eight = E4M3Payload(new(total, heads, dim), new(heads, total), new(heads, dim, capacity) if columns else new(0))
         made = {names[E4M3Payload]: eight}
-        outputs = (eight.codes, eight.codes, eight.exponents, eight.columns, eight.codes, eight.exponents)
+        rows, cols = eight.codes.view(torch.int32), eight.columns.view(torch.int32)
+        outputs = (rows, eight.codes, eight.exponents, cols, eight.codes, eight.exponents)
     result = Gradients(
         payloads=made,
         delta=table(),

@@ -23,21 +23,22 @@ from flamia.formats import MIN_EXPONENT
 from flamia.quantize.payloads import E2M1Tokens, E4M3Payload, NVFP4Columns, NVFP4Rows, Payload, Spec
 from flamia.quantize.reference import VALUE_MIN_EXPONENT
 from flamia.quantize.triton_formats import (
-    COMPILED,
     E2M1_EMAX,
     E2M1_LIMIT,
     E4M3_EMAX,
     E4M3_LIMIT,
     EXACT,
     column_token,
+    e4m3_words,
     e8m0_exponent,
     encode_e2m1,
-    encode_e4m3,
     hadamard,
     nvfp4,
     over_blocks,
     pow2,
+    quarters,
     tile_amax,
+    transpose_bytes,
 )
 from flamia.worklists import TokenTables
 
@@ -67,31 +68,49 @@ def load_chunks(pointer, mask, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr
 
 
 @triton.jit
-def store_e4m3(
-    x0, x1, x2, x3, scale, rows_ptr, row_mask, columns_ptr, stride, column_mask, WITH_COLUMNS: tl.constexpr,
-    W: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """E4M3 codes of a tile times scale [R, 1]: rows at rows_ptr [R, W], columns at columns_ptr [W, R], chunk 0.
+def chunk_words(x, R: tl.constexpr, W: tl.constexpr):
+    """E4M3 codes of a scaled chunk [R, W], four channels a word: int32 [R, W / 4]."""
+    x0, x1, x2, x3 = quarters(x, R, W)
+    return e4m3_words(x0, x1, x2, x3)
 
-    stride: elements between the channels of the column payload, int64.
+
+@triton.jit
+def tile_words(w0, w1, w2, w3, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
+    """Words of all chunks, int32 [R, D / 4] (32 of them at D = 96)."""
+    if D == 2 * W:
+        return tl.reshape(tl.permute(tl.join(w0, w1), (0, 2, 1)), (R, W // 2))
+    else:
+        words = tl.permute(tl.join(tl.join(w0, w1), tl.join(w2, w3)), (0, 3, 2, 1))
+        return tl.reshape(words, (R, W))
+
+
+@triton.jit
+def store_rows(words, pointer, mask, D: tl.constexpr):
+    """Words [R, D / 4] at pointer [R, 1], int32; mask [R, 1]."""
+    q = tl.arange(0, words.shape[1])[None, :]
+    tl.store(pointer + q, words, mask & (4 * q < D))
+
+
+@triton.jit
+def store_columns(words, pointer, stride, blocks, D: tl.constexpr):
+    """Transposed copy of the words [R, D / 4] of a tile.
+
+    pointer: int32, at the first channel and position; stride: words between channels, int64; blocks: of 32 positions
+    that exist from there on.
     """
-    c0 = encode_e4m3(x0 * scale, COMPILED)
-    c1 = encode_e4m3(x1 * scale, COMPILED)
-    tl.store(rows_ptr, c0, row_mask)
-    tl.store(rows_ptr + W, c1, row_mask)
-    if WITH_COLUMNS:
-        tl.store(columns_ptr, tl.trans(c0), column_mask)
-        tl.store(columns_ptr + W * stride, tl.trans(c1), column_mask)
-    if D > 2 * W:
-        c2 = encode_e4m3(x2 * scale, COMPILED)
-        tl.store(rows_ptr + 2 * W, c2, row_mask)
-        if WITH_COLUMNS:
-            tl.store(columns_ptr + 2 * W * stride, tl.trans(c2), column_mask)
-    if D > 3 * W:
-        c3 = encode_e4m3(x3 * scale, COMPILED)
-        tl.store(rows_ptr + 3 * W, c3, row_mask)
-        if WITH_COLUMNS:
-            tl.store(columns_ptr + 3 * W * stride, tl.trans(c3), column_mask)
+    R: tl.constexpr = words.shape[0]
+    Q: tl.constexpr = words.shape[1]
+    even, odd = tl.split(tl.permute(tl.reshape(words, (R // 4, 2, 2, Q)), (3, 0, 1, 2)))
+    t0, t2 = tl.split(even)
+    t1, t3 = tl.split(odd)
+    c0, c1, c2, c3 = transpose_bytes(t0, t1, t2, t3)
+    q, r = tl.arange(0, Q)[:, None], tl.arange(0, R // 4)[None, :]
+    mask = (r // 8 < blocks) & (4 * q < D)
+    pointer += 4 * q * stride + r
+    tl.store(pointer, c0, mask)
+    tl.store(pointer + stride, c1, mask)
+    tl.store(pointer + 2 * stride, c2, mask)
+    tl.store(pointer + 3 * stride, c3, mask)
 
 
 @triton.jit
@@ -172,7 +191,6 @@ def _operand_kernel(
     table = head.to(tl.int64) * total + token
     capacity = capacity_blocks.to(tl.int64) * 32
     channel = (head * D + d).to(tl.int64)[:, None]
-    column_mask = block_exists[None, :]
 
     amax = tile_amax(x0, x1, x2, x3, R)
     if AMAX:
@@ -187,11 +205,17 @@ def _operand_kernel(
         e = tl.maximum(e8m0_exponent(shared, E4M3_EMAX, E4M3_LIMIT), LEAST)
         code = tl.where(inside, e + 127, 0).to(tl.uint8)
         tl.store(exponents_ptr + table, code, written)
-        columns = columns_ptr + channel * capacity + tile * R + r[None, :]
-        store_e4m3(
-            x0, x1, x2, x3, pow2(-e)[:, None], codes_ptr + row + d[None, :], row_mask, columns, capacity, column_mask,
-            WITH_COLUMNS, W, D,
-        )  # fmt: skip
+        scale = pow2(-e)[:, None]
+        w0, w1 = chunk_words(x0 * scale, R, W), chunk_words(x1 * scale, R, W)
+        w2, w3 = w0, w1
+        if D > 2 * W:
+            w2, w3 = chunk_words(x2 * scale, R, W), chunk_words(x3 * scale, R, W)
+        words = tile_words(w0, w1, w2, w3, R, W, D)
+        store_rows(words, codes_ptr + row // 4, row_mask, D)
+        if WITH_COLUMNS:
+            stride = capacity // 4
+            columns = columns_ptr + head * D * stride + tile * (R // 4)
+            store_columns(words, columns, stride, capacity_blocks - tile * (R // 32), D)
     if TOKENS4:
         e = e8m0_exponent(amax, E2M1_EMAX, E2M1_LIMIT)
         # A row of no document holds zero codes and the exponent of zeros, as in the twin.
@@ -301,7 +325,8 @@ def quantize_operand(
     if capacity and heads:
         tiles = triton.cdiv(capacity, ROWS)
         _operand_kernel[(tiles * heads,)](
-            x, x.stride(0), x.stride(1), tables.blocks, e4m3.codes, e4m3.exponents, e4m3.columns, nv_rows.codes,
+            x, x.stride(0), x.stride(1), tables.blocks, e4m3.codes.view(torch.int32),
+            e4m3.exponents, e4m3.columns.view(torch.int32), nv_rows.codes,
             nv_rows.scales, nv_columns.codes, nv_columns.scales, tokens.codes, tokens.exponents,
             amax, table.view(torch.int32), total, capacity // 32, documents,
             HEADS=heads, D=dim, W=chunk_width(dim), R=ROWS, ROTATE=rotate, EIGHT=eight is not None,
