@@ -32,7 +32,8 @@ def kernel(device, head_dim, ratio, masks, dtype=torch.bfloat16, arch="sm_100a",
     key = (head_dim, ratio, masks, dtype, arch, tuple(options.items()))
     if key not in _KERNELS:
         with compiling(softgpu.Device(), arch):
-            _KERNELS[key] = compile_forward(Forward(head_dim, ratio, masks, **options), out, compile=cute.compile)
+            made = Forward(head_dim, ratio, masks, arch=arch, **options)
+            _KERNELS[key] = compile_forward(made, out, compile=cute.compile)
     _KERNELS[key].device = device
     return _KERNELS[key]
 

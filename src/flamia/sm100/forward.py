@@ -18,14 +18,15 @@ from cutlass.memory import SmemAllocator
 from flamia.sm100 import instructions as ptx
 from flamia.sm100 import softmax
 from flamia.sm100.memory import SharedMemory, TensorMemory
-from flamia.sm100.work import TILE, Item, Masks, Tables, item_at, position
+from flamia.sm100.work import TILE, Item, Masks, Tables, item_at, pick, position
 
 THREADS = 512
 CORRECTION, LOAD, SCALES, PRODUCTS = 8, 12, 13, 14  # first warp of each role; softmax is warps 0 to 7
 SOFTMAX_REGISTERS, CORRECTION_REGISTERS, OTHER_REGISTERS = 192, 80, 48
 HALF = TILE // 2  # keys of half a score product
 ONES = 0x7F7F7F7F  # four UE8M0 scales of one
-COLUMNS = 32  # of tensor memory, moved at a time
+COLUMNS = 16  # of tensor memory, that correction warps move at a time
+EMULATED = {"sm_100a": 4, "sm_103a": 0}  # pairs of powers of 16 that multiply-adds compute (docs/kernels.md)
 
 
 class Forward:
@@ -33,16 +34,36 @@ class Forward:
 
     Args:
         head_dim: 64 or 128. ratio: query heads per kv head. masks: which sides of the window are bounded.
-        p_shift, tau: of the recipe. stages: tiles of K and of V in flight.
+        arch: target; sm_103a takes maxima of unmasked tiles with the load of scores, and has powers in plenty.
+        p_shift, tau, row_sum: of the recipe. stages: tiles of K and of V in flight.
+        emulated: of 16 pairs of powers, those that multiply-adds compute; None: as ``EMULATED`` says.
     """
 
     def __init__(
-        self, head_dim: int, ratio: int, masks: Masks, *, p_shift: int = 4, tau: float = 4.0, stages: int = 4
+        self,
+        head_dim: int,
+        ratio: int,
+        masks: Masks,
+        *,
+        arch: str = "sm_100a",
+        p_shift: int = 4,
+        tau: float = 4.0,
+        row_sum: str = "codes",
+        stages: int = 4,
+        emulated: int | None = None,
     ) -> None:
         if head_dim not in (64, 128):
             raise ValueError(f"head_dim must be 64 or 128, got {head_dim}")
         self.head_dim, self.ratio, self.masks, self.stages = head_dim, ratio, masks, stages
-        self.p_shift, self.tau = p_shift, tau
+        if arch not in EMULATED:
+            raise ValueError(f"arch must be {' or '.join(EMULATED)}, got {arch!r}")
+        if row_sum not in ("codes", "weights"):
+            raise ValueError(f"row_sum must be 'codes' or 'weights', got {row_sum!r}")
+        self.emulated = EMULATED[arch] if emulated is None else emulated
+        if not 0 <= self.emulated <= 16:
+            raise ValueError(f"emulated must be 0 to 16 pairs of 16, got {emulated}")
+        self.arch, self.load_maxima = arch, arch == "sm_103a"
+        self.p_shift, self.tau, self.row_sum = p_shift, tau, row_sum
         self.tensor = TensorMemory(head_dim)
         self.shared = SharedMemory(head_dim, stages)
 
@@ -158,10 +179,7 @@ class Forward:
         work = (tables.count[0] * heads, heads, tables, scalars)
         if warp < CORRECTION:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            if warp < 4:
-                self.softmax(0, k_scales, factors, exponents[0], outputs, work, barriers)
-            else:
-                self.softmax(1, k_scales, factors, exponents[0], outputs, work, barriers)
+            self.softmax(warp // 4, k_scales, factors, exponents[0], outputs, work, barriers)
         elif warp < LOAD:
             cute.arch.setmaxregister_decrease(CORRECTION_REGISTERS)
             self.correct(factors, outputs, work, barriers)
@@ -340,7 +358,7 @@ class Forward:
             at = self._at(turn)
 
     @cute.jit
-    def softmax(self, i: cutlass.Constexpr, k_scales, factors, eQ, outputs, work, barriers):
+    def softmax(self, i, k_scales, factors, eQ, outputs, work, barriers):
         """Softmax warpgroup i: the tile of queries i of each item, a row per thread."""
         _, mLse, mM = outputs
         thread = cute.arch.thread_idx()[0] % TILE
@@ -352,7 +370,7 @@ class Forward:
         at = self._at(turn)
         while at < work[0]:
             item = self.item(at, work)
-            span = item.spans[i]
+            span = pick(item.spans, i)
             query = item.q0 + TILE * i + thread
             token = item.q_start + cutlass.min(query, item.len_q - 1)
             q_scale = work[3][0] * ptx.as_float(Int32(eQ[item.head, token]) << 23)
@@ -400,29 +418,38 @@ class Forward:
         self.release(barriers["e_empty"] + stage)
         cute.arch.mbarrier_wait(barriers["s_full"] + i, counts[1] & 1)
         ptx.fence_after()
-        s = []
-        for b in cutlass.range_constexpr(TILE // COLUMNS):
-            s += ptx.load_columns(self.tensor.scores(i) + COLUMNS * b + lanes, COLUMNS)
+        s, tops = [], []
+        for b in cutlass.range_constexpr(softmax.BLOCKS):
+            address = self.tensor.scores(i) + softmax.BLOCK * b + lanes
+            if const_expr(self.load_maxima and not masked):
+                numbers, top = ptx.load_columns_max(address, softmax.BLOCK)
+                s, tops = s + numbers, [*tops, top]
+            else:
+                s = s + ptx.load_columns(address, softmax.BLOCK)
         ptx.wait_loads()
         ptx.fence_before()
         self.release(barriers["s_read"] + i)
         if const_expr(masked):
             _, left, right, _ = scalars
             softmax.mask(s, query, j * TILE, item.shift, item.len_k, left, right, self.masks)
-        tops = softmax.block_maxima(s)
+        if const_expr(len(tops) == 0):
+            tops = softmax.block_maxima(s)
         scale = [cute.arch.fmax(q_scale * x, softmax.LEAST_FACTOR) for x in scales]
         fresh = masked or self.masks.left
         moved, add = softmax.row_reference(tops, scale, row, self.tau, self.p_shift, fresh)
         self.send(moved, i, warp, thread, counts, factors, barriers)
-        words = []
+        words, weights = [], []
         for b in cutlass.range_constexpr(softmax.BLOCKS):
-            words += softmax.codes(s[32 * b : 32 * b + 32], scale[b], add)
+            block = s[softmax.BLOCK * b : softmax.BLOCK * (b + 1)]
+            weights = weights + softmax.powers(block, scale[b], add, self.emulated)
+            words = words + softmax.codes(weights[softmax.BLOCK // 2 * b :])
             if const_expr(b % 2 == 1):
                 ptx.store_columns(self.tensor.weights(i) + 8 * (b - 1) + lanes, words[8 * (b - 1) :])
         ptx.wait_stores()
         ptx.fence_before()
         self.release(barriers["p_full"] + i)
-        row[softmax.SUM] = row[softmax.SUM] + softmax.code_sum(words)
+        total = softmax.total(weights) if const_expr(self.row_sum == "weights") else softmax.code_sum(words)
+        row[softmax.SUM] = row[softmax.SUM] + total
         counts[0] = counts[0] + 1
         counts[1] = counts[1] + 1
 
@@ -486,11 +513,15 @@ class Forward:
         ptx.fence_after()
         for c in cutlass.range_constexpr(self.head_dim // COLUMNS):
             address = self.tensor.outputs(i) + COLUMNS * c + (warp << 21)
-            values = ptx.load_columns(address, COLUMNS)
-            ptx.wait_loads()
-            ptx.store_columns(address, [x * factor for x in values])
+            ptx.store_columns(address, self._scaled(address, factor))
         ptx.wait_stores()
         ptx.fence_before()
+
+    def _scaled(self, address, factor):
+        values = ptx.load_columns(address, COLUMNS)
+        ptx.wait_loads()
+        pairs = [cute.arch.mul_packed_f32x2(values[n : n + 2], (factor, factor)) for n in range(0, COLUMNS, 2)]
+        return [x for pair in pairs for x in pair]
 
     @cute.jit
     def store(self, i: cutlass.Constexpr, warp, inverse, some, query, item, mO):
@@ -502,19 +533,15 @@ class Forward:
             words = cute.make_rmem_tensor(COLUMNS // 2, Int32)
             words.fill(0)
             if some:
-                values = ptx.load_columns(self.tensor.outputs(i) + COLUMNS * c + (warp << 21), COLUMNS)
-                ptx.wait_loads()
+                values = self._scaled(self.tensor.outputs(i) + COLUMNS * c + (warp << 21), inverse)
                 for n in cutlass.range_constexpr(COLUMNS // 2):
-                    words[n] = ptx.pack_half(values[2 * n] * inverse, values[2 * n + 1] * inverse, kind)
+                    words[n] = ptx.pack_half(values[2 * n], values[2 * n + 1], kind)
             if query < item.len_q:
-                for n in cutlass.range_constexpr(COLUMNS // 16):
-                    ptx.store_global(address + 2 * COLUMNS * c + 32 * n, [words[8 * n + m] for m in range(8)])
+                ptx.store_global(address + 2 * COLUMNS * c, [words[m] for m in range(8)])
 
 
-def compile_forward(
-    kernel: Forward, dtype: Any = BFloat16, *, compile: Any = None, arch: str = "sm_100a", options: str = ""
-) -> Any:
-    """Compile for outputs of ``dtype``; no GPU is needed. Lengths, documents, heads and windows stay free.
+def compile_forward(kernel: Forward, dtype: Any = BFloat16, *, compile: Any = None, options: str = "") -> Any:
+    """Compile for the kernel's target and outputs of ``dtype``, without a GPU. Lengths, heads and windows stay free.
 
     compile: ``cute.compile`` or what stands in for it. Returns a function of the arguments of ``Forward.__call__``
     without the stream, which is torch's current one; rows of no document are not written.
@@ -546,5 +573,5 @@ def compile_forward(
     ]
     scalars = [Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1)]
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    flags = f"--enable-tvm-ffi --gpu-arch {arch} {options}".strip()
+    flags = f"--enable-tvm-ffi --gpu-arch {kernel.arch} {options}".strip()
     return (compile or cute.compile)(kernel, *arguments, *scalars, stream, options=flags)

@@ -14,6 +14,8 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 _FP32_ACCUMULATOR, _B_MN_MAJOR, _UE8M0 = 1 << 4, 1 << 16, 1 << 23
 _VERSION = 1 << 14  # bits 46 to 48 of a matrix descriptor, in its upper word
 _SWIZZLE = {16: 0, 32: 6 << 29, 64: 4 << 29, 128: 2 << 29}  # bytes of a row of the atom -> bits 61 to 63
+# Coefficients of the polynomial for 2^x on [0, 1], highest power first, as FP32 bits; the greatest error is 2.9e-6.
+_POWER = (0x3C5BFB98, 0x3D55FC34, 0x3E771228, 0x3F316B63, 0x3F800000)
 
 
 def _asm(result: Any, operands: list[Any], text: str, constraints: str, effects: bool = False) -> Any:
@@ -179,15 +181,17 @@ def pack_e4m3(a: Float32, b: Float32, c: Float32, d: Float32, *, loc: Any = None
 
 
 @dsl_user_op
-def sum_codes(word: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Float32, Float32]:
-    """Of four E4M3 codes the sum of the first and third, and of the others: in FP16, exact within a factor 2^7."""
+def sum_codes(a: Int32, b: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Float32, Float32]:
+    """Of eight E4M3 codes the sums of the even and of the odd ones: four each, in FP16, two roundings of 2^-11."""
     text = (
-        "{\n\t.reg .b16 lo, hi;\n\t.reg .b32 x, y;\n\tmov.b32 {lo, hi}, $2;\n\tcvt.rn.f16x2.e4m3x2 x, lo;\n\t"
-        "cvt.rn.f16x2.e4m3x2 y, hi;\n\tadd.rn.f16x2 x, x, y;\n\tmov.b32 {lo, hi}, x;\n\tcvt.f32.f16 $0, lo;\n\t"
+        "{\n\t.reg .b16 lo, hi;\n\t.reg .b32 x, y, z, w;\n\tmov.b32 {lo, hi}, $2;\n\t"
+        "cvt.rn.f16x2.e4m3x2 x, lo;\n\tcvt.rn.f16x2.e4m3x2 y, hi;\n\tmov.b32 {lo, hi}, $3;\n\t"
+        "cvt.rn.f16x2.e4m3x2 z, lo;\n\tcvt.rn.f16x2.e4m3x2 w, hi;\n\tadd.rn.f16x2 x, x, y;\n\t"
+        "add.rn.f16x2 z, z, w;\n\tadd.rn.f16x2 x, x, z;\n\tmov.b32 {lo, hi}, x;\n\tcvt.f32.f16 $0, lo;\n\t"
         "cvt.f32.f16 $1, hi;\n\t}"
     )
     result = llvm.StructType.get_literal([T.f32(), T.f32()])
-    values = _asm(result, [Int32(word).ir_value(loc=loc, ip=ip)], text, "=f,=f,r")
+    values = _asm(result, [Int32(x).ir_value(loc=loc, ip=ip) for x in (a, b)], text, "=f,=f,r,r")
     even, odd = (Float32(llvm.extractvalue(T.f32(), values, [i], loc=loc, ip=ip)) for i in range(2))
     return even, odd
 
@@ -203,6 +207,30 @@ def max3(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None)
 def exp2(a: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """2^a within two ulp; subnormal results are zero."""
     return Float32(_asm(T.f32(), [Float32(a).ir_value(loc=loc, ip=ip)], "ex2.approx.ftz.f32 $0, $1;", "=f,f"))
+
+
+@dsl_user_op
+def exp2_pair(a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> tuple[Float32, Float32]:
+    """2^a and 2^b without the exponential unit, to 2^-18; below -127 as at -127. Both at most 127.
+
+    Adding 1.5 * 2^23 downwards leaves the integer part in the low bits, to be added to the exponent of the power of the
+    fraction: a polynomial of degree 4, minimax in relative error on [0, 1] with value one at zero.
+    """
+    ring = "".join(
+        f"\tmov.b32 v, {bits:#x};\n\tmov.b64 k, {{v, v}};\n\tfma.rn.f32x2 y, y, f, k;\n" for bits in _POWER[1:]
+    )
+    text = (
+        "{\n\t.reg .f32 t, u;\n\t.reg .b32 v, i, j, m, n;\n\t.reg .b64 x, r, f, y, k;\n\t"
+        "max.f32 t, $2, 0fC2FE0000;\n\tmax.f32 u, $3, 0fC2FE0000;\n\tmov.b64 x, {t, u};\n\t"
+        "mov.b32 v, 0x4b400000;\n\tmov.b64 k, {v, v};\n\tadd.rm.f32x2 r, x, k;\n\tsub.rn.f32x2 f, r, k;\n\t"
+        f"sub.rn.f32x2 f, x, f;\n\tmov.b32 v, {_POWER[0]:#x};\n\tmov.b64 y, {{v, v}};\n{ring}\t"
+        "mov.b64 {i, j}, r;\n\tmov.b64 {m, n}, y;\n\tshl.b32 i, i, 23;\n\tshl.b32 j, j, 23;\n\t"
+        "add.s32 i, i, m;\n\tadd.s32 j, j, n;\n\tmov.b32 $0, i;\n\tmov.b32 $1, j;\n\t}"
+    )
+    result = llvm.StructType.get_literal([T.f32(), T.f32()])
+    values = _asm(result, [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b)], text, "=f,=f,f,f")
+    x, y = (Float32(llvm.extractvalue(T.f32(), values, [i], loc=loc, ip=ip)) for i in range(2))
+    return x, y
 
 
 @dsl_user_op

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from flamia.sm100.instructions import exp2, max3, pack_e4m3, sum_codes
+from flamia.sm100.instructions import exp2, exp2_pair, max3, pack_e4m3, sum_codes
 from flamia.sm100.work import TILE
 
 BLOCK = 32  # keys that share an exponent
@@ -78,18 +78,33 @@ def row_reference(tops: Any, factors: Any, row: cute.Tensor, tau: float, shift: 
     return moved, shift - safe
 
 
-def codes(s: list[Float32], factor: Float32, add: Float32) -> list[Int32]:
-    """Scores of a block -> E4M3 codes of 2^(s factor + add), four to a word."""
-    words = []
-    for j in range(0, BLOCK, 4):
-        words.append(pack_e4m3(*(exp2(x * factor + add) for x in s[j : j + 4])))
-    return words
+def powers(s: list[Float32], factor: Float32, add: Float32, emulated: int) -> list[tuple[Float32, Float32]]:
+    """Scores of a block -> weights 2^(s factor + add), in pairs.
+
+    emulated: of the block's 16 pairs, those that multiply-adds compute.
+    """
+    pairs, weights = BLOCK // 2, []
+    for n in range(pairs):
+        x, y = cute.arch.fma_packed_f32x2(s[2 * n : 2 * n + 2], (factor, factor), (add, add))
+        chosen = (n + 1) * emulated // pairs > n * emulated // pairs  # evenly spread
+        weights.append(exp2_pair(x, y) if chosen else (exp2(x), exp2(y)))
+    return weights
+
+
+def codes(weights: list[tuple[Float32, Float32]]) -> list[Int32]:
+    """Weights -> E4M3 codes, four to a word."""
+    return [pack_e4m3(*weights[n], *weights[n + 1]) for n in range(0, len(weights), 2)]
+
+
+def total(pairs: list[tuple[Float32, Float32]]) -> Float32:
+    """Sum in two packed chains."""
+    chains = pairs[:2]
+    for n, pair in enumerate(pairs[2:]):
+        chains[n % 2] = cute.arch.add_packed_f32x2(chains[n % 2], pair)
+    even, odd = cute.arch.add_packed_f32x2(*chains)
+    return even + odd
 
 
 def code_sum(words: list[Int32]) -> Float32:
-    """Sum of the values of E4M3 codes: pairs in FP16, the rest in FP32."""
-    chains = [sum_codes(word) for word in words[:2]]
-    for n, word in enumerate(words[2:]):
-        chains[n % 2] = cute.arch.add_packed_f32x2(chains[n % 2], sum_codes(word))
-    even, odd = cute.arch.add_packed_f32x2(*chains)
-    return even + odd
+    """Sum of the values of E4M3 codes: fours in FP16, the rest in FP32."""
+    return total([sum_codes(*words[n : n + 2]) for n in range(0, len(words), 2)])

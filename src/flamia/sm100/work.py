@@ -62,6 +62,11 @@ class Item(NamedTuple):
     spans: tuple[Span, ...]
 
 
+def pick(spans: tuple[Span, ...], i: Int32) -> Span:
+    """Span i, known on the device only."""
+    return Span(*(a * (1 - i) + b * i for a, b in zip(*spans, strict=True)))
+
+
 def position(turn: Int32, block: Int32, blocks: Int32) -> Int32:
     """Item of a block's ``turn``: items are dealt in alternating directions, so that long and short ones meet."""
     odd = turn & 1
