@@ -31,6 +31,7 @@ from typing import Any
 
 FUNCTION = "kernel"  # what a library exports
 INDEX = "index.json"  # of a folder of ready libraries
+ROOT = Path(__file__).parent.parent  # of the packages
 SHIM = Path(__file__).with_name("compiler_shim.c")
 DSL = "nvidia-cutlass-dsl"
 # The archives that a library is linked with: file, distribution that brings it, part of the path where it has several.
@@ -174,10 +175,10 @@ def source_version(source: str, builder: str = "") -> str:
                 files[module] = path.read_bytes()
                 waiting += _imports(files[module])
     if builder:
-        module = builder.partition(":")[0]
-        path = _module_file(module)
-        assert path is not None, module
-        files[f"builder {module}"] = path.read_bytes()
+        spec = importlib.util.find_spec(builder.partition(":")[0])
+        assert spec is not None, builder
+        assert spec.origin is not None, builder
+        files["builder"] = Path(spec.origin).read_bytes()
     digest = hashlib.sha256(SHIM.read_bytes())
     for name in sorted(files):
         digest.update(name.encode() + b"\0" + files[name] + b"\0")
@@ -186,8 +187,8 @@ def source_version(source: str, builder: str = "") -> str:
 
 def _module_file(module: str) -> Path | None:
     # None for what is not a module: a name imported from one. Found without importing anything.
-    root = Path(__file__).parent.parent.joinpath(*module.split("."))
-    return next((p for p in (root.with_suffix(".py"), root / "__init__.py") if p.is_file()), None)
+    path = ROOT.joinpath(*module.split("."))
+    return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
 
 
 def _imports(text: bytes) -> list[str]:

