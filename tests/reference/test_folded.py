@@ -20,7 +20,7 @@ from reference_cases import (
 )
 
 import flamia
-from flamia.reference.folded import _kept_exponents
+from flamia.reference.folded import _kept_column
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -99,11 +99,11 @@ def test_tokens_of_very_different_size():
             assert cosine(x, y) > 0.995
 
 
-def test_kept_exponents_follow_the_hysteresis():
+def test_kept_column_follow_the_hysteresis():
     ds = torch.zeros(1, 6 * 32, 8)
     for block, top in enumerate((0.0, 448.0, 29.0, 28.0, 0.0, 449.0)):
         ds[0, block * 32 + 3, 2] = top
-    rows, pairs, after = _kept_exponents(ds, torch.full((1,), -1000, dtype=torch.int32))
+    rows, pairs, after = _kept_column(ds, torch.full((1,), -1000, dtype=torch.int32))
     # nothing yet; own exponent 0; 29 is kept; 28 falls out (28 = 1.75 * 2^4, its own is -4); zero keeps; 449 moves up
     assert rows[0, ::32].tolist() == [0, 0, 0, -4, -4, 1]
     # of 64 queries the larger one, but never that of a block of zeros

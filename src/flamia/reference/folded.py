@@ -2,7 +2,7 @@
 
 Every scale is folded into something that is multiplied anyway, so the arithmetic around the products differs from the
 "block" variant (docs/numerics.md, "Folding"): V's exponent joins the logit, the row reference moves in whole steps, dO
-enters once as T = dO 2^(M - lse) with one exponent per token, and dS keeps one exponent per 128 keys x 32 queries while
+enters once as T = dO 2^(M - lse) with one exponent per token, and dS keeps one exponent per 64 keys x 32 queries while
 it serves. Base 2 throughout: x is a scaled score, z = x + e_V, R the row reference of z, M that of x.
 """
 
@@ -25,6 +25,7 @@ from flamia.reference.geometry import BLOCK, TILE, Run, padded_length
 
 GRID = 4096.0  # the fraction f that a row's references share lies on a grid of 2^-12
 PROMOTION = 256  # queries whose dV and dK partials are one tensor-core accumulation, and that share C
+KEYS = 64  # keys that share an exponent of dS
 LOWEST = 28.0  # a dS exponent is kept while the scaled maximum stays in (28, 448]
 _NONE = -1000
 
@@ -202,7 +203,7 @@ class _ChunkBackward:
         k1 = min(k0 + TILE, self.k.shape[1])
         keys = slice(k0, k1)
         promoted = _Promotion(self.c_k[:, keys])
-        exponent = torch.full((self.q.shape[0],), _NONE, dtype=torch.int32, device=self.q.device)
+        exponents = [torch.full((self.q.shape[0],), _NONE, dtype=torch.int32, device=self.q.device)] * 2
         for run in self.chunk.geometry.query_runs(k0, k1, tiles_per_run(self.chunk), self.k.device):
             rows = slice(run.start, run.stop)
             p = self._weights(run, rows, keys)
@@ -210,17 +211,15 @@ class _ChunkBackward:
             ds = self._scores_gradient(p, rows, keys)
             if run.visible is not None:
                 ds = torch.where(run.visible, ds, 0.0)
-            blocks, pairs, exponent = _kept_exponents(ds, exponent)
-            to_dk = formats.round_e4m3(ds * formats.pow2(-pairs).unsqueeze(-1)).to(torch.float64)
+            blocks, pairs, exponents = _kept_exponents(ds, exponents)
+            to_dk = formats.round_e4m3(ds * formats.pow2(-pairs)).to(torch.float64)
             if self.plan.recipe.exact_ds:
-                row = formats.e8m0_exponent(ds.abs().amax(-1), "e4m3")
-                to_dq = formats.round_e4m3(ds * formats.pow2(-row).unsqueeze(-1)).to(torch.float64)
-            else:
-                row, to_dq = blocks, formats.round_e4m3(ds * formats.pow2(-blocks).unsqueeze(-1)).to(torch.float64)
+                blocks = formats.e8m0_exponent(ds.abs().amax(-1, keepdim=True), "e4m3")
+            to_dq = formats.round_e4m3(ds * formats.pow2(-blocks)).to(torch.float64)
             counters.count_ds(ds, to_dq)
-            dq = torch.bmm(to_dq, self.c_k[:, keys]).to(torch.float32)
-            self._accumulate(dq * _power(row - self.e_q[:, rows]).unsqueeze(-1), rows)
-            scaled = to_dk * formats.pow2(pairs).unsqueeze(-1)
+            scales = _power(blocks - self.e_q[:, rows].unsqueeze(-1))
+            self._accumulate(torch.bmm(to_dq * scales, self.c_k[:, keys]).to(torch.float32), rows)
+            scaled = to_dk * formats.pow2(pairs)
             height = ds.shape[1] // run.tiles
             for t in range(run.tiles):
                 q0 = run.start + t * height
@@ -295,8 +294,17 @@ def _power(exponent: Tensor) -> Tensor:
     return formats.pow2(exponent.clamp(formats.MIN_EXPONENT, 127))
 
 
-def _kept_exponents(ds: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Exponents of dS in a tile of keys, kept from one block of 32 queries to the next while they serve.
+def _kept_exponents(ds: Tensor, exponents: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """``_kept_column`` of the 64 keys of each half of a tile: exponents int32 [N, m, w], and those in force after."""
+    parts = ds.split(KEYS, -1)
+    made = [_kept_column(part, e) for part, e in zip(parts, exponents, strict=False)]
+    wide = [[e.unsqueeze(-1).expand_as(part) for e in one[:2]] for part, one in zip(parts, made, strict=True)]
+    blocks, pairs = (torch.cat([one[i] for one in wide], -1) for i in range(2))
+    return blocks, pairs, [one[2] for one in made]
+
+
+def _kept_column(ds: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Exponents of dS for some keys, kept from one block of 32 queries to the next while they serve.
 
     ds: FP32 [N, m, w]; exponent: int32 [N], the one in force before, ``_NONE`` before the first gradient. Returns per
     row, int32 [N, m], the exponent of its 32 queries and that of its 64, which is the larger one of two blocks that are

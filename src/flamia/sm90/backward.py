@@ -130,7 +130,10 @@ class Backward:
             kv_empty: cute.struct.MemRange[Int64, 1]
             full: cute.struct.MemRange[Int64, stages]
             empty: cute.struct.MemRange[Int64, stages]
-            tops: cute.struct.Align[cute.struct.MemRange[Int32, 8], 8]
+            ds_full: cute.struct.MemRange[Int64, 2]
+            ds_empty: cute.struct.MemRange[Int64, 2]
+            tops: cute.struct.Align[cute.struct.MemRange[Int32, 16], 8]
+            shared_e: cute.struct.Align[cute.struct.MemRange[Int32, 8], 8]
             numbers: cute.struct.Align[cute.struct.MemRange[Float32, stages * NUMBERS], 128]
             sK: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sK_layout)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sK_layout)], 1024]
@@ -168,12 +171,14 @@ class Backward:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
         storage = SmemAllocator().allocate(self.Storage)
-        barriers = tuple(getattr(storage, name).data_ptr() for name in ("kv_full", "kv_empty", "full", "empty"))
-        tops = cute.make_tensor(storage.tops.data_ptr(), cute.make_layout((2, 4)))
+        names = ("kv_full", "kv_empty", "full", "empty", "ds_full", "ds_empty")
+        barriers = tuple(getattr(storage, name).data_ptr() for name in names)
+        tops = cute.make_tensor(storage.tops.data_ptr(), cute.make_layout((2, 4, 2)))
+        shared_e = cute.make_tensor(storage.shared_e.data_ptr(), cute.make_layout((2, 2, 2)))
         if warp == 0:
             with cute.arch.elect_one():
                 self._init_barriers(barriers)
-                for i in cutlass.range_constexpr(8):
+                for i in cutlass.range_constexpr(16):
                     tops[i] = Int32(0)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -200,18 +205,21 @@ class Backward:
             sQc, sTc = (tensor(x, halves_layout) for x in (storage.sQc, storage.sTc))
             sdS = tensor(storage.sdS, sdS_layout)
             shared = (sK, sV, sKc, sQ, sT, sQc, sTc, sdS)
-            plain = (values, tops, storage.sdS.data_ptr(), storage.slabs.data_ptr())
+            plain = (values, tops, shared_e, storage.sdS.data_ptr(), storage.slabs.data_ptr())
             self.compute(mmas, shared, plain, exponents, outputs, work, barriers)
 
     @cute.jit
     def _init_barriers(self, barriers):
-        kv_full, kv_empty, full, empty = barriers
+        kv_full, kv_empty, full, empty, ds_full, ds_empty = barriers
         consumers = 8  # warps
         cute.arch.mbarrier_init(kv_full, 1)
         cute.arch.mbarrier_init(kv_empty, consumers)
         for stage in cutlass.range_constexpr(self.stages):
             cute.arch.mbarrier_init(full + stage, 2)  # the copies, and the numbers
             cute.arch.mbarrier_init(empty + stage, consumers)
+        for buffer in cutlass.range_constexpr(2):
+            cute.arch.mbarrier_init(ds_full + buffer, consumers)
+            cute.arch.mbarrier_init(ds_empty + buffer, consumers)
 
     def item(self, at, work) -> KeyItem:
         _, tables, (_, _, left, right, section) = work
@@ -220,7 +228,7 @@ class Backward:
     @cute.jit
     def load(self, atoms, sources, shared, work, barriers):
         """Producer warp: tiles of K and V, and of every step's queries."""
-        kv_full, kv_empty, full, empty = barriers
+        kv_full, kv_empty, full, empty, _, _ = barriers
         mK, mV, cK, mQ, mT, cQ, cT = sources
         d = self.head_dim
         at, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
@@ -312,11 +320,10 @@ class Backward:
     @cute.jit
     def compute(self, mmas, shared, plain, exponents, outputs, work, barriers):
         """A warpgroup: 64 keys of each item."""
-        kv_full, kv_empty, _, _ = barriers
+        kv_full, kv_empty = barriers[:2]
         mma_s, mma_kv, mma_q = mmas
         sK, sV, sKc, sQ, sT, sQc, sTc, sdS = shared
         _, eK, eV = exponents
-        _, _, dS_pointer, slabs = plain
         thread = cute.arch.thread_idx()[0] - 128
         group = cute.arch.make_warp_uniform(thread // 128)
         warp = cute.arch.make_warp_uniform(thread // 32)
@@ -329,14 +336,15 @@ class Backward:
         a_q, b_q = mma_q.make_fragment_A(part_q.partition_A(sdS)), mma_q.make_fragment_B(part_q.partition_B(sKc))
         a_kv = [mma_kv.make_fragment_A(mma_kv.partition_shape_A((TILE, STEP))) for _ in range(2)]
         x = [cute.make_rmem_tensor(mma_s.partition_shape_C((TILE, STEP)), Float32) for _ in range(2)]
-        x_q = cute.make_tensor(x[0].iterator, cute.make_layout(mma_q.partition_shape_C((STEP, self.head_dim))))
+        q_layout = cute.make_layout(mma_q.partition_shape_C((STEP, self.head_dim)))
+        x_q = [cute.make_tensor(part.iterator, q_layout) for part in x]
         sums = [cute.make_rmem_tensor((2, 2, 8, self.halves), Float32) for _ in range(2)]
         words = [cute.recast_tensor(a, Int32) for a in a_kv]
         operands = (mmas, a_s, b_s, a_kv, b_kv, a_q, b_q)
         registers = (x, x_q, sums, words)
         # dS row of this lane's query, and of its 16 bytes those of this warp's keys, swizzled
-        spot = Int32(dS_pointer.toint()) + lane * TILE + ((warp ^ lane % 8) << 4)
-        slab = slabs + warp * (self.slab // 2)
+        spot = Int32(plain[3].toint()) + lane * TILE + ((warp ^ lane % 8) << 4)
+        slab = plain[4] + warp * (self.slab // 2)
         at, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         n, tile = Int32(0), Int32(0)
         while at < work[0]:
@@ -350,22 +358,23 @@ class Backward:
                 sums[i].fill(0.0)
             if item.first < item.stop:
                 cute.arch.mbarrier_wait(kv_full, n & 1)
-                place = (item, key + lane // 4, e_k, e_v, guess, warp, lane)
+                place = (item, key + lane // 4, e_k, e_v, guess, group, warp, lane)
                 common = (operands, registers, plain, (spot, slab), place, outputs[2], work[2], barriers)
                 for h in cutlass.range(self.ratio, unroll=1):
                     head = item.kv * self.ratio + h
-                    e, known = Int32(0), Int32(0)
-                    begin = item.first
-                    middle = cutlass.min(item.clear, item.stop)
+                    kept = self.head(tile, item.first, head, (Int32(0),) * 3, None, True, *common)
+                    begin, middle = item.first + 1, cutlass.min(item.clear, item.stop)
                     for j in cutlass.range(begin, middle, unroll=1):
-                        tile, e, known = self.step(tile, j, head, e, known, True, *common)
-                    begin = cutlass.max(begin, middle)
-                    middle = cutlass.min(item.clouded, item.stop)
+                        tile, kept = self.step(tile, j, head, kept, True, *common)
+                    begin, middle = cutlass.max(begin, middle), cutlass.min(item.clouded, item.stop)
                     for j in cutlass.range(begin, middle, unroll=1):
-                        tile, e, known = self.step(tile, j, head, e, known, False, *common)
+                        tile, kept = self.step(tile, j, head, kept, False, *common)
                     if const_expr(self.masks.left):
                         for j in cutlass.range(cutlass.max(begin, middle), item.stop, unroll=1):
-                            tile, e, known = self.step(tile, j, head, e, known, True, *common)
+                            tile, kept = self.step(tile, j, head, kept, True, *common)
+                    packed = self.products(tile, kept[2], *common)
+                    self.add_dq(packed, item.stop - 1, head, place, slab, outputs[2])
+                    tile += 1
                 self.release(kv_empty)
                 n += 1
             self.store(sums, outputs, item, key + lane // 4, e_k, work[2][1], lane)
@@ -374,70 +383,110 @@ class Backward:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def step(
-        self, tile, j, head, e, known, masked: cutlass.Constexpr, operands, registers, plain, spots, place, mdQ,
+    def step(self, tile, j, head, kept, masked: cutlass.Constexpr, *common):
+        """Products of the last 64 queries, then P and dS of the 64 from j. Returns the next step's ``tile, kept``."""
+        packed = self.products(tile, kept[2], *common)
+        tile += 1
+        return tile, self.head(tile, j, head, kept, packed, masked, *common)
+
+    @cute.jit
+    def products(self, tile, both, operands, registers, plain, spots, place, mdQ, scalars, barriers):
+        """dV, dK and dQ of a step: what its codes multiply. Returns dQ in FP16, as words in ``fragment_order``.
+
+        Two accumulators take turns: one product runs while the one before is added up.
+        """
+        mmas, _, _, a_kv, b_kv, a_q, b_q = operands
+        x, x_q, sums, _ = registers
+        values, _, shared_e, _, _ = plain
+        _, _, _, _, _, _, warp, lane = place
+        _, _, _, empty, ds_full, ds_empty = barriers
+        stage, buffer = tile & (self.stages - 1), tile & 1
+        factors = (values[DV, stage], gradients.power(both))
+        count = const_expr(2 * self.halves)
+        for n in cutlass.range_constexpr(count + 1):
+            if const_expr(n < count):
+                i, h = n // self.halves, n % self.halves
+                self.gemm(mmas[1], x[n % 2], a_kv[i], b_kv[i][None, None, None, stage * self.halves + h], 2)
+            else:
+                cute.arch.mbarrier_wait(ds_full + buffer, (tile >> 1) & 1)
+                self.gemm(mmas[2], x_q[n % 2], a_q[None, None, None, buffer], b_q, 2, 0)
+            if const_expr(n > 0):
+                warpgroup.wait_group(1)
+                i, h = (n - 1) // self.halves, (n - 1) % self.halves
+                self.promote(sums[i], x[(n - 1) % 2], factors[i], h)
+        first, second = x_q[count % 2], x_q[(count + 1) % 2]
+        self.gemm(mmas[2], second, a_q[None, None, None, buffer], b_q, 2, 2)
+        scale = []
+        for half in cutlass.range_constexpr(2):
+            e = shared_e[warp % 4 // 2, buffer, half]
+            scale.append(
+                [gradients.power(e + as_bits(values[DQ + warp % 4 * 16 + lane // 4 + 8 * r, stage])) for r in range(2)]
+            )
+        self.release(empty + stage)
+        warpgroup.wait_group(0)
+        self.release(ds_empty + buffer)
+        return self.pack_dq(first, second, scale)
+
+    @cute.jit
+    def head(
+        self, tile, j, head, kept, packed, masked: cutlass.Constexpr, operands, registers, plain, spots, place, mdQ,
         scalars, barriers,
     ):  # fmt: skip
-        """64 queries. Returns the next tile number, and the dS exponent in force after it."""
-        mmas, a_s, b_s, a_kv, b_kv, a_q, b_q = operands
-        x, x_q, sums, words = registers
-        values, tops, _, _ = plain
-        item, key, e_k, e_v, guess, warp, lane = place
+        """Codes of P and dS of 64 queries. Stores dQ of the step before meanwhile.
+
+        kept: the dS exponent in force, whether it is known, and that of dK's codes; returns the same after this step.
+        """
+        mmas, a_s, b_s, _, _, _, _ = operands
+        x, _, _, words = registers
+        values, tops, shared_e, _, _ = plain
+        item, key, e_k, e_v, guess, group, warp, lane = place
         spot, slab = spots
         _, _, left, right, _ = scalars
-        stage = tile % self.stages
+        _, _, full, _, ds_full, ds_empty = barriers
+        stage = tile & (self.stages - 1)
         buffer, top = tile & 1, tile & 3
-        cute.arch.mbarrier_wait(barriers[2] + stage, (tile // self.stages) & 1)
+        cute.arch.mbarrier_wait(full + stage, (tile // self.stages) & 1)
         for i in cutlass.range_constexpr(2):
-            self.gemm(mmas[0], x[i], a_s[i], b_s[i][None, None, None, stage])
-        number = [as_bits(values[UNIT + i, stage]) for i in range(2)]
-        e = e if known != 0 else number[0] + guess
+            self.gemm(mmas[0], x[i], a_s[i], b_s[i][None, None, None, stage], self.head_dim // 32)
+        if const_expr(packed is not None):
+            self.add_dq(packed, j - 1, head, place, slab, mdQ)
+        unit = [as_bits(values[UNIT + i, stage]) for i in range(2)]
+        e = kept[0] if kept[1] != 0 else unit[0] + guess
+        k_factor = gradients.power(e_k)
+        factor = [values[FACTOR + i, stage] * k_factor for i in range(2)]
         warpgroup.wait_group(1)
         p, ds = gradients.view(x[0]), gradients.view(x[1])
-        k_factor = gradients.power(e_k)
-        gradients.weights(
-            p, [values[FACTOR + i, stage] * k_factor for i in range(2)], self.per_query(values, ADDEND, stage, lane)
-        )
+        gradients.weights(p, factor, self.per_query(values, ADDEND, stage, lane))
         if const_expr(masked):
             gradients.mask(p, key, j * STEP, item.shift, item.len_k, left, right, self.masks)
         gradients.codes(p, words[0])
         warpgroup.wait_group(0)
-        scale = [gradients.power(number[i] + e_k + e_v - e) for i in range(2)]
-        found = gradients.scores_gradient(
-            ds, p, scale, self.per_query(values, B, stage, lane), gradients.power(e_k - e)
-        )
+        scale = [gradients.power(unit[i] + e_k + e_v - e) for i in range(2)]
+        less = self.per_query(values, B, stage, lane)
+        found = gradients.scores_gradient(ds, p, scale, less, gradients.power(e_k - e))
         gradients.codes(ds, words[1])
-        gradients.store_codes(words[1], spot + buffer * (STEP * TILE))
         for i in cutlass.range_constexpr(2):
             largest = cute.arch.warp_redux_sync(as_bits(found[i]), "max")
             if lane == 0:
-                raise_to(tops.iterator + (2 * top + i), largest)
-                if warp == 0:
-                    tops[i, (top + 1) & 3] = Int32(0)
-        cute.arch.fence_view_async_shared()
-        self.consumers_meet()
-        first, second, both, known = gradients.kept_exponents([as_float(tops[i, top]) for i in range(2)], e, known)
+                raise_to(tops.iterator + (8 * group + 2 * top + i), largest)
+                if warp % 4 == 0:
+                    tops[i, (top + 1) & 3, group] = Int32(0)
+        cute.arch.mbarrier_wait(ds_empty + buffer, ((tile >> 1) + 1) & 1)
+        cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
+        found = [as_float(tops[i, top, group]) for i in range(2)]
+        first, second, both, known = gradients.kept_exponents(found, e, kept[1])
+        address = spot + buffer * (STEP * TILE)
         if first != e or second != e:
             gradients.scaled_codes(ds, [gradients.power(e - first), gradients.power(e - second)], words[1])
-            gradients.store_codes(words[1], spot + buffer * (STEP * TILE))
-            cute.arch.fence_view_async_shared()
+        gradients.store_codes(words[1], address)
+        if first != second:
             gradients.scaled_codes(ds, [gradients.power(e - both)] * 2, words[1])
-            self.consumers_meet()
-        factors = (values[DV, stage], gradients.power(both))
-        dq_exponents = [as_bits(values[DQ + warp % 4 * 16 + lane // 4 + 8 * r, stage]) for r in range(2)]
-        for i in cutlass.range_constexpr(2):
-            for h in cutlass.range_constexpr(self.halves):
-                self.gemm(
-                    mmas[1], x[(i * self.halves + h) % 2], a_kv[i], b_kv[i][None, None, None, stage * self.halves + h]
-                )
-                warpgroup.wait_group(0)
-                self.promote(sums[i], x[(i * self.halves + h) % 2], factors[i], h)
-        self.release(barriers[3] + stage)
-        self.gemm(mmas[2], x_q, a_q[None, None, None, buffer], b_q)
-        warpgroup.wait_group(0)
-        e_row = first if warp % 4 < 2 else second
-        self.add_dq(x_q, [gradients.power(e_row + v) for v in dq_exponents], mdQ, head, j, slab, item, warp, lane)
-        return tile + 1, second, known
+        if warp % 4 == 0 and lane == 0:
+            shared_e[0, buffer, group], shared_e[1, buffer, group] = first, second
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        self.release(ds_full + buffer)
+        return second, known, both
 
     @cute.jit
     def per_query(self, values, kind: cutlass.Constexpr, stage, lane):
@@ -447,16 +496,16 @@ class Backward:
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout((2, 8))), numbers)
         return numbers
 
-    def consumers_meet(self):
-        cute.arch.barrier(barrier_id=1, number_of_threads=256)
-
     @cute.jit
-    def gemm(self, mma, accumulator, a, b):
-        """One product of a warpgroup, committed but not waited for; overwrites the accumulator."""
+    def gemm(self, mma, accumulator, a, b, blocks: cutlass.Constexpr, first: cutlass.Constexpr = 0):
+        """One product of a warpgroup, committed but not waited for; overwrites the accumulator.
+
+        blocks, first: which 32 of the contraction.
+        """
         warpgroup.fence()
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, False)
-        for k in cutlass.range_constexpr(cute.size(a.shape[2])):
+        for k in cutlass.range_constexpr(first, first + blocks):
             cute.gemm(atom, accumulator, a[None, None, k], b[None, None, k], accumulator)
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
@@ -474,26 +523,34 @@ class Backward:
             s[i] = s[i] + p[i] * factor
 
     @cute.jit
-    def add_dq(self, x_q, factors, mdQ, head, j, slab, item, warp, lane):
-        """Add this warp's 16 queries and this warpgroup's channels to the accumulator, in ``fragment_order``."""
+    def pack_dq(self, first, second, scale):
+        """dQ of this warp's 16 queries and this warpgroup's channels: both halves of the keys in one scale, FP16."""
         groups = const_expr(self.head_dim // 16)
-        part = cute.make_tensor(x_q.iterator, cute.make_layout((2, 2, groups)))
+        parts = [cute.make_tensor(x.iterator, cute.make_layout((2, 2, groups))) for x in (first, second)]
+        packed = cute.make_rmem_tensor((4, groups // 2), Int32)
+        for k in cutlass.range_constexpr(groups // 2):
+            for i in cutlass.range_constexpr(4):
+                r, g = i % 2, 2 * k + i // 2
+                low, high = (parts[0][c, r, g] * scale[0][r] + parts[1][c, r, g] * scale[1][r] for c in range(2))
+                packed[i, k] = pack_half(low, high, "f16")
+        return packed
+
+    @cute.jit
+    def add_dq(self, packed, j, head, place, slab, mdQ):
+        """Add what ``products`` has packed to the accumulator."""
+        item, _, _, _, _, group, warp, lane = place
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
-        for k in cutlass.range_constexpr(groups // 2):
-            four = cute.make_rmem_tensor((4,), Int32)
-            for i in cutlass.range_constexpr(4):
-                r, g = i % 2, 2 * k + i // 2
-                four[i] = pack_half(part[0, r, g] * factors[r], part[1, r, g] * factors[r], "f16")
+        for k in cutlass.range_constexpr(cute.size(packed.shape[1])):
             target = (slab + (32 * k + lane) * 4).align(16)
-            cute.autovec_copy(four, cute.make_tensor(target, cute.make_layout((4,))))
+            cute.autovec_copy(packed[None, k], cute.make_tensor(target, cute.make_layout((4,))))
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         query = j * STEP + warp % 4 * 16
         if lane == 0 and query < item.len_q:
             row = (Int64(head) * mdQ.shape[1] + item.column_q + query) * self.head_dim
-            bulk_add_half(mdQ.iterator + (row + warp // 4 * self.slab), slab, Int32(2 * self.slab))
+            bulk_add_half(mdQ.iterator + (row + group * self.slab), slab, Int32(2 * self.slab))
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
