@@ -43,12 +43,36 @@ def test_memory_is_plausible(report):
     assert 0 < system["available_gib"] <= system["memory_gib"]
 
 
-def test_only_the_reference_claims_to_run(report):
-    assert {backend["name"]: backend["runs_here"] for backend in report["backends"]} == {
+def test_only_the_reference_claims_to_run_without_a_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    backends = collect(run_self_test=False)["backends"]
+    assert {backend["name"]: backend["runs_here"] for backend in backends} == {
         "reference": True,
         "sm90": False,
         "sm100": False,
     }
+
+
+@pytest.mark.parametrize(
+    ("major", "missing", "folder", "runs", "said"),
+    [
+        (9, (), "", True, "without a backward yet"),
+        (8, (), "", False, "no such device"),
+        (9, ("triton",), "", False, "lacks triton"),
+        (9, ("cutlass",), "", False, "lacks cutlass (or FLAMIA_KERNELS"),
+        (9, ("cutlass",), "ready", True, "without a backward yet"),
+    ],
+)
+def test_hopper_kernels_run_where_everything_is_there(monkeypatch, major, missing, folder, runs, said):
+    card = types.SimpleNamespace(name="Some GPU", major=major, minor=0, total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(OptionalPackage, "version", lambda self: None if self.module in missing else "1")
+    monkeypatch.setenv("FLAMIA_KERNELS", folder)
+    backends = {backend["name"]: backend for backend in collect(run_self_test=False)["backends"]}
+    assert backends["sm90"]["runs_here"] is runs
+    assert said in backends["sm90"]["note"]
 
 
 def test_self_test_passes_here(report):

@@ -108,10 +108,12 @@ def build_flash_attention(arch: str, *, head_dim: int, ratio: int, causal: bool)
     return kernels[made]
 
 
+def _flash_attention_is_installed() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("flash_attn", "cutlass"))
+
+
 def _flash_attention_missing() -> str | None:
-    if importlib.util.find_spec("flash_attn") is not None and importlib.util.find_spec("cutlass") is not None:
-        return None
-    if os.environ.get("FLAMIA_KERNELS"):
+    if _flash_attention_is_installed() or os.environ.get("FLAMIA_KERNELS"):
         return None
     return "flash-attn-4 is not installed, and FLAMIA_KERNELS names no folder made with `flamia compile --peers`"
 
@@ -119,7 +121,7 @@ def _flash_attention_missing() -> str | None:
 def _flash_attention(inputs: Inputs) -> Prepared:
     q, k, v, cu, causal = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, inputs.causal
     longest = max(inputs.workload.lengths)
-    if importlib.util.find_spec("flash_attn") is not None and importlib.util.find_spec("cutlass") is not None:
+    if _flash_attention_is_installed():
         from flash_attn.cute import flash_attn_varlen_func
 
         documents = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest)

@@ -98,12 +98,22 @@ def _cuda_devices() -> list[dict[str, Any]]:
 
 def _backends() -> list[dict[str, Any]]:
     missing = "this version of flamia has no native kernels; backend='reference' runs there"
+    found = {package.module: package.version() for package in OPTIONAL_PACKAGES if package.extra == "gpu"}
+    hopper = any(device["compute_capability"] == "9.0" for device in _cuda_devices())
+    note = "Hopper: forward of MXFP8, without a backward yet"
+    lacking = [name for name in ("triton", "tvm_ffi") if not found[name]]
+    if not found["cutlass"] and not os.environ.get("FLAMIA_KERNELS"):
+        lacking.append("cutlass (or FLAMIA_KERNELS, a folder of ready libraries)")
+    if not hopper:
+        note += "; there is no such device"
+    elif lacking:
+        note += f"; lacks {', '.join(lacking)}"
     return [
         {
             "name": "reference",
             "runs_here": True,
             "note": "plain PyTorch, on CPU and CUDA tensors: right, not fast",
         },
-        {"name": "sm90", "runs_here": False, "note": f"Hopper: {missing}"},
+        {"name": "sm90", "runs_here": hopper and not lacking, "note": note},
         {"name": "sm100", "runs_here": False, "note": f"Blackwell: {missing}"},
     ]
