@@ -113,6 +113,7 @@ class Forward:
             k_empty: cute.struct.MemRange[Int64, stages]
             v_full: cute.struct.MemRange[Int64, stages]
             v_empty: cute.struct.MemRange[Int64, stages]
+            v_loaded: cute.struct.MemRange[Int64, stages]
             e_full: cute.struct.MemRange[Int64, stages]
             e_empty: cute.struct.MemRange[Int64, stages]
             s_full: cute.struct.MemRange[Int64, 2]
@@ -150,7 +151,7 @@ class Forward:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
         storage = SmemAllocator().allocate(self.Storage)
-        names = ("q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "e_full", "e_empty")
+        names = ("q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "v_loaded", "e_full", "e_empty")
         names += ("s_full", "s_read", "p_full", "o_full", "f_full", "f_empty")
         barriers = {name: getattr(storage, name).data_ptr() for name in names}
         if warp == LOAD:
@@ -188,7 +189,7 @@ class Forward:
             if warp == LOAD:
                 self.load(atoms, sources, (sQ, sK, sV), work, barriers)
             if warp == SCALES:
-                self.load_scales(exponents, k_scales, v_scales, work, barriers)
+                self.load_scales(exponents, k_scales, v_scales, storage.sV.data_ptr(), work, barriers)
             if warp == PRODUCTS:
                 starts = [x.iterator.toint() for x in (sQ, sK, sV, v_scales, ones)]
                 self.multiply(starts, work, barriers)
@@ -202,7 +203,7 @@ class Forward:
     @cute.jit
     def _init_barriers(self, barriers):
         # Arrivals that complete a phase: products commit once, loads once and by bytes, others once per warp.
-        counts = dict(q_full=1, q_empty=1, k_full=1, k_empty=1, v_full=2, v_empty=1, e_full=1, e_empty=8)
+        counts = dict(q_full=1, q_empty=1, k_full=1, k_empty=1, v_full=2, v_empty=1, v_loaded=1, e_full=1, e_empty=8)
         counts |= dict(s_full=1, s_read=4, p_full=8, o_full=1, f_full=1, f_empty=1)
         sizes = dict(q_full=2, q_empty=2, s_full=2, s_read=2, p_full=2, o_full=2, f_full=8, f_empty=8)
         for name, count in counts.items():
@@ -248,9 +249,12 @@ class Forward:
                     cute.arch.mbarrier_arrive_and_expect_tx(barriers["k_full"] + stage, TILE * d)
                 cute.copy(tmaK, tKg[None, j], tKs[None, stage], tma_bar_ptr=barriers["k_full"] + stage)
                 cute.arch.mbarrier_wait(barriers["v_empty"] + stage, phase)
+                arrival = barriers["v_full"] + stage
+                if TILE * (j + 1) > item.len_k:
+                    arrival = barriers["v_loaded"] + stage
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(barriers["v_full"] + stage, TILE * d)
-                cute.copy(tmaV, tVg[None, j], tVs[None, stage], tma_bar_ptr=barriers["v_full"] + stage)
+                    cute.arch.mbarrier_arrive_and_expect_tx(arrival, TILE * d)
+                cute.copy(tmaV, tVg[None, j], tVs[None, stage], tma_bar_ptr=arrival)
                 tile += 1
             turn += 1
             at = self._at(turn)
@@ -264,12 +268,20 @@ class Forward:
         return cpasync.tma_partition(atom, 0, one, cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2))
 
     @cute.jit
-    def load_scales(self, exponents, k_scales, v_scales, work, barriers):
-        """Scale warp: 2^e_K of a tile's blocks, and the scale atom of V. Eight lanes to a block of 32 keys."""
+    def load_scales(self, exponents, k_scales, v_scales, values, work, barriers):
+        """Scale warp: 2^e_K of a tile's blocks, and the scale atom of V. Eight lanes to a block of 32 keys.
+
+        Rows of V behind the document's end become zero: their weights are, but zero times another document's NaN is
+        not.
+        """
         _, eK, eV = exponents
         lane = cute.arch.lane_idx()
         block = lane // 8
-        turn, tile = Int32(0), Int32(0)
+        size = self.head_dim // 8  # 8-byte chunks of a row
+        chunks = cute.make_tensor(
+            cute.recast_ptr(values, dtype=Int64), cute.make_layout((self.stages, TILE * size), stride=(TILE * size, 1))
+        )
+        turn, tile, loaded = Int32(0), Int32(0), Int32(0)  # loaded: a phase bit per stage
         at = self._at(turn)
         while at < work[0]:
             item = self.item(at, work)
@@ -290,6 +302,13 @@ class Forward:
                 cute.arch.mbarrier_wait(barriers["v_empty"] + stage, phase)
                 for n in cutlass.range_constexpr(4):
                     v_scales[stage, 32 * n + lane] = word
+                if TILE * (j + 1) > item.len_k:
+                    cute.arch.mbarrier_wait(barriers["v_loaded"] + stage, (loaded >> stage) & 1)
+                    loaded = loaded ^ (Int32(1) << stage)
+                    for chunk in cutlass.range((item.len_k - TILE * j) * size + lane, TILE * size, 32, unroll=1):
+                        chunks[stage, chunk] = Int64(0)
+                    with cute.arch.elect_one():  # in place of the copy
+                        cute.arch.mbarrier_arrive(barriers["v_full"] + stage)
                 cute.arch.fence_view_async_shared()
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
