@@ -79,7 +79,9 @@ def measure(workload: Workload, causal: bool, peers: tuple[str, ...], recipe: st
         reason = PEERS[name].refuses(workload)
         if reason is None:
             try:
-                calls[name] = (PEERS[name].prepare(inputs), PEERS[name].least_cosine)
+                prepared = PEERS[name].prepare(inputs)
+                prepared.run()
+                calls[name] = (prepared, PEERS[name].least_cosine)
             except Exception as error:  # Whatever keeps another library from a shape is a finding, not the end.
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
         if reason is not None:
