@@ -46,7 +46,9 @@ def kernel(device, head_dim, ratio, masks, dtype=torch.bfloat16, arch="sm_100a",
 class Case:
     """Seeded packed inputs as payloads, poisoned outputs, and the twin's result."""
 
-    def __init__(self, len_q, len_k, heads, kv_heads, head_dim, left=None, right=None, edit=None, **recipe):
+    def __init__(
+        self, len_q, len_k, heads, kv_heads, head_dim, left=None, right=None, edit=None, exact=False, **recipe
+    ):
         g = torch.Generator().manual_seed(0)
         total_q, total_k = sum(len_q) + 3, sum(len_k) + 2  # tokens of no document at the end
         q = torch.randn(total_q, heads, head_dim, generator=g).bfloat16()
@@ -67,13 +69,15 @@ class Case:
         documents = Documents(self.cu_q, self.cu_k, total_q, total_k)
         maps = [TokenMap.build(cu, n) for cu, n in ((self.cu_q, total_q), (self.cu_k, total_k))]
         rotate = head_dim == 128
-        self.q = token_blocks(prepare(q, maps[0], rotate=rotate), maps[0])
-        self.k = token_blocks(prepare(k, maps[1], rotate=rotate), maps[1])
-        self.v = token_blocks(prepare(v, maps[1]), maps[1], least=VALUE_MIN_EXPONENT)
+        self.q = token_blocks(prepare(q, maps[0], rotate=rotate), maps[0], per_token=exact)
+        self.k = token_blocks(prepare(k, maps[1], rotate=rotate), maps[1], per_token=exact)
+        self.v = token_blocks(prepare(v, maps[1]), maps[1], per_token=exact, least=VALUE_MIN_EXPONENT)
         self.list = work_lists(documents, left, right, Tiling(forward=ITEM)).forward
         self.window = (left or 0, right or 0)
         self.scale = math.log2(math.e) / math.sqrt(head_dim)
-        plan = make_plan(flamia.Recipe(**recipe), heads, kv_heads, head_dim, left, right, training=False)
+        plan = make_plan(
+            flamia.Recipe(exact_operands=exact, **recipe), heads, kv_heads, head_dim, left, right, training=False
+        )
         empty = torch.empty(0)
         payloads = Payloads({"q": self.q, "k": self.k, "v": self.v}, empty, empty)
         self.want = reference.forward(plan, payloads, documents)

@@ -35,7 +35,8 @@ class Forward:
     Args:
         head_dim: 64 or 128. ratio: query heads per kv head. masks: which sides of the window are bounded.
         arch: target; sm_103a takes maxima of unmasked tiles with the load of scores, and has powers in plenty.
-        p_shift, tau, row_sum: of the recipe. stages: tiles of K and of V in flight.
+        p_shift, tau, row_sum: of the recipe. per_token: exponents of k and v differ between the tokens of a block.
+        stages: tiles of K and of V in flight.
         emulated: of 16 pairs of powers, those that multiply-adds compute; None: as ``EMULATED`` says.
     """
 
@@ -49,6 +50,7 @@ class Forward:
         p_shift: int = 4,
         tau: float = 4.0,
         row_sum: str = "codes",
+        per_token: bool = False,
         stages: int = 4,
         emulated: int | None = None,
     ) -> None:
@@ -62,7 +64,10 @@ class Forward:
         self.emulated = EMULATED[arch] if emulated is None else emulated
         if not 0 <= self.emulated <= 16:
             raise ValueError(f"emulated must be 0 to 16 pairs of 16, got {emulated}")
-        self.arch, self.load_maxima = arch, arch == "sm_103a"
+        # With exponents per token, what the load would compare are not scores yet.
+        self.arch, self.load_maxima = arch, arch == "sm_103a" and not per_token
+        self.per_token = per_token
+        self.factors = TILE if per_token else softmax.BLOCKS  # of a tile of keys
         self.p_shift, self.tau, self.row_sum = p_shift, tau, row_sum
         self.tensor = TensorMemory(head_dim)
         self.shared = SharedMemory(head_dim, stages)
@@ -124,9 +129,12 @@ class Forward:
             f_empty: cute.struct.MemRange[Int64, 8]
             tensor_base: Int32
             factors: cute.struct.Align[cute.struct.MemRange[Float32, 2 * TILE], 16]
-            k_scales: cute.struct.Align[cute.struct.MemRange[Float32, 4 * stages], 16]
+            k_scales: cute.struct.Align[cute.struct.MemRange[Float32, self.factors * stages], 16]
+            v_exponents: cute.struct.Align[cute.struct.MemRange[Int32, self.factors * stages], 16]
+            v_tops: cute.struct.Align[cute.struct.MemRange[Int32, 4 * stages], 16]
             ones: cute.struct.Align[cute.struct.MemRange[Int32, TILE], 128]
             v_scales: cute.struct.Align[cute.struct.MemRange[Int32, TILE * stages], 128]
+            p_scales: cute.struct.Align[cute.struct.MemRange[Int32, TILE * 2], 128]
             sQ: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(sQ_layout)], 1024]
             sK: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(sK_layout)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(sK_layout)], 1024]
@@ -173,14 +181,22 @@ class Forward:
         sQ = storage.sQ.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)
         sK = storage.sK.get_tensor(sK_layout.outer, swizzle=sK_layout.inner)
         sV = storage.sV.get_tensor(sK_layout.outer, swizzle=sK_layout.inner)
-        k_scales = storage.k_scales.get_tensor(cute.make_layout((self.stages, 4), stride=(4, 1)))
+        # Scales by stage, and by tile of queries: factors 2^e_K, e_V and its largest per block; atoms of products.
+        ring = cute.make_layout((self.stages, self.factors), stride=(self.factors, 1))
+        tops = cute.make_layout((self.stages, softmax.BLOCKS), stride=(softmax.BLOCKS, 1))
+        keys = (
+            storage.k_scales.get_tensor(ring),
+            storage.v_exponents.get_tensor(ring),
+            storage.v_tops.get_tensor(tops),
+        )
         v_scales = storage.v_scales.get_tensor(cute.make_layout((self.stages, TILE), stride=(TILE, 1)))
+        p_scales = storage.p_scales.get_tensor(cute.make_layout((2, TILE), stride=(TILE, 1)))
         factors = storage.factors.get_tensor(cute.make_layout((2, TILE), stride=(TILE, 1)))
         heads = sources[0].shape[2]
         work = (tables.count[0] * heads, heads, tables, scalars)
         if warp < CORRECTION:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            self.softmax(warp // 4, k_scales, factors, exponents[0], outputs, work, barriers)
+            self.softmax(warp // 4, keys, p_scales, factors, exponents[0], outputs, work, barriers)
         elif warp < LOAD:
             cute.arch.setmaxregister_decrease(CORRECTION_REGISTERS)
             self.correct(factors, outputs, work, barriers)
@@ -189,9 +205,9 @@ class Forward:
             if warp == LOAD:
                 self.load(atoms, sources, (sQ, sK, sV), work, barriers)
             if warp == SCALES:
-                self.load_scales(exponents, k_scales, v_scales, storage.sV.data_ptr(), work, barriers)
+                self.load_scales(exponents, keys, v_scales, storage.sV.data_ptr(), work, barriers)
             if warp == PRODUCTS:
-                starts = [x.iterator.toint() for x in (sQ, sK, sV, v_scales, ones)]
+                starts = [x.iterator.toint() for x in (sQ, sK, sV, v_scales, p_scales, ones)]
                 self.multiply(starts, work, barriers)
         ptx.fence_before()
         cute.arch.sync_threads()
@@ -268,13 +284,14 @@ class Forward:
         return cpasync.tma_partition(atom, 0, one, cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2))
 
     @cute.jit
-    def load_scales(self, exponents, k_scales, v_scales, values, work, barriers):
+    def load_scales(self, exponents, keys, v_scales, values, work, barriers):
         """Scale warp: 2^e_K of a tile's blocks, and the scale atom of V. Eight lanes to a block of 32 keys.
 
         Rows of V behind the document's end become zero: their weights are, but zero times another document's NaN is
         not.
         """
         _, eK, eV = exponents
+        k_scales, v_exponents, v_tops = keys
         lane = cute.arch.lane_idx()
         block = lane // 8
         size = self.head_dim // 8  # 8-byte chunks of a row
@@ -287,21 +304,29 @@ class Forward:
             item = self.item(at, work)
             for j in cutlass.range(item.first, item.stop, unroll=1):
                 stage, phase = tile % self.stages, (tile // self.stages + 1) & 1
-                token = item.k_start + cutlass.min(j * TILE + 32 * block, item.len_k - 1)
-                k, v = Int32(eK[item.kv, token]), Int32(eV[item.kv, token])
-                # The exponent of 32 keys is that of all channels: every word of the atom is the same.
                 word = Int32(0)
-                for b in cutlass.range_constexpr(4):
-                    word = word | cute.arch.shuffle_sync(v, 8 * b) << 8 * b
-                cute.arch.mbarrier_wait(barriers["e_empty"] + stage, phase)
-                if lane % 8 == 0:
-                    k_scales[stage, block] = ptx.as_float(k << 23)
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(barriers["e_full"] + stage)
+                if const_expr(self.per_token):
+                    tokens = [item.k_start + cutlass.min(j * TILE + 32 * b + lane, item.len_k - 1) for b in range(4)]
+                    k, v = ([Int32(e[item.kv, token]) for token in tokens] for e in (eK, eV))
+                    cute.arch.mbarrier_wait(barriers["e_empty"] + stage, phase)
+                    for b in cutlass.range_constexpr(softmax.BLOCKS):
+                        k_scales[stage, 32 * b + lane] = ptx.as_float(k[b] << 23)
+                        v_exponents[stage, 32 * b + lane] = v[b]
+                        v_tops[stage, b] = cute.arch.warp_redux_sync(v[b], "max")
+                else:
+                    token = item.k_start + cutlass.min(j * TILE + 32 * block, item.len_k - 1)
+                    k, v = Int32(eK[item.kv, token]), Int32(eV[item.kv, token])
+                    # The exponent of 32 keys is that of all channels: every word of the atom is the same.
+                    for b in cutlass.range_constexpr(softmax.BLOCKS):
+                        word = word | cute.arch.shuffle_sync(v, 8 * b) << 8 * b
+                    cute.arch.mbarrier_wait(barriers["e_empty"] + stage, phase)
+                    if lane % 8 == 0:
+                        k_scales[stage, block] = ptx.as_float(k << 23)
+                self.release(barriers["e_full"] + stage)
                 cute.arch.mbarrier_wait(barriers["v_empty"] + stage, phase)
-                for n in cutlass.range_constexpr(4):
-                    v_scales[stage, 32 * n + lane] = word
+                if const_expr(not self.per_token):
+                    for n in cutlass.range_constexpr(4):
+                        v_scales[stage, 32 * n + lane] = word
                 if TILE * (j + 1) > item.len_k:
                     cute.arch.mbarrier_wait(barriers["v_loaded"] + stage, (loaded >> stage) & 1)
                     loaded = loaded ^ (Int32(1) << stage)
@@ -322,7 +347,7 @@ class Forward:
         """Product warp. A step j issues, for either tile of queries, half of the scores of key tile j, the value
         product of the tile before it, and the other half: the codes of weights lie where that half goes.
         """
-        sQ, sK, sV, scales, ones = starts
+        sQ, sK, sV, v_scales, p_scales, ones = starts
         d, tensor = self.head_dim, self.tensor
         size = TILE * d
         turn, tile = Int32(0), Int32(0)
@@ -353,8 +378,11 @@ class Forward:
                     if values:
                         cute.arch.mbarrier_wait(barriers["p_full"] + i, (scored[i] + 1) & 1)
                         ptx.fence_after()
-                        ptx.copy_scales(tensor.weight_scales(i), ones)
-                        ptx.copy_scales(tensor.value_scales(i), scales + 4 * TILE * before)
+                        of_weights, of_values = ones, v_scales + 4 * TILE * before
+                        if const_expr(self.per_token):
+                            of_weights, of_values = p_scales + 4 * TILE * i, ones
+                        ptx.copy_scales(tensor.weight_scales(i), of_weights)
+                        ptx.copy_scales(tensor.value_scales(i), of_values)
                         ptx.value_product(
                             tensor.outputs(i), tensor.weights(i), sV + size * before, tensor.weight_scales(i),
                             tensor.value_scales(i), Int32(j - 1 > span.first), d,
@@ -377,7 +405,7 @@ class Forward:
             at = self._at(turn)
 
     @cute.jit
-    def softmax(self, i, k_scales, factors, eQ, outputs, work, barriers):
+    def softmax(self, i, keys, p_scales, factors, eQ, outputs, work, barriers):
         """Softmax warpgroup i: the tile of queries i of each item, a row per thread."""
         _, mLse, mM = outputs
         thread = cute.arch.thread_idx()[0] % TILE
@@ -394,7 +422,7 @@ class Forward:
             token = item.q_start + cutlass.min(query, item.len_q - 1)
             q_scale = work[3][0] * ptx.as_float(Int32(eQ[item.head, token]) << 23)
             softmax.reset(row)
-            common = (i, warp, thread, row, counts, query, q_scale, item, k_scales, factors, work[3], barriers)
+            common = (i, warp, thread, row, counts, query, q_scale, item, keys, p_scales, factors, work[3], barriers)
             some = cutlass.min(span.stop - span.first, 1)
             self.skip(item.stop * (1 - some) + span.first * some - item.first, counts, barriers)
             if const_expr(self.masks.left):
@@ -426,18 +454,20 @@ class Forward:
 
     @cute.jit
     def step(
-        self, j, masked: cutlass.Constexpr, i, warp, thread, row, counts, query, q_scale, item, k_scales, factors,
+        self, j, masked: cutlass.Constexpr, i, warp, thread, row, counts, query, q_scale, item, keys, p_scales, factors,
         scalars, barriers,
     ):  # fmt: skip
         """Softmax of key tile j: scores in tensor memory -> codes of weights. masked: rows may not see every key."""
         lanes = warp << 21  # lane 32 * warp, in the upper half of an address
         stage, phase = counts[0] % self.stages, (counts[0] // self.stages) & 1
         cute.arch.mbarrier_wait(barriers["e_full"] + stage, phase)
-        scales = [k_scales[stage, b] for b in range(softmax.BLOCKS)]
-        self.release(barriers["e_empty"] + stage)
+        scale = [q_scale] * softmax.BLOCKS
+        if const_expr(not self.per_token):
+            scale = [cute.arch.fmax(q_scale * keys[0][stage, b], softmax.LEAST_FACTOR) for b in range(softmax.BLOCKS)]
+            self.release(barriers["e_empty"] + stage)
         cute.arch.mbarrier_wait(barriers["s_full"] + i, counts[1] & 1)
         ptx.fence_after()
-        s, tops = [], []
+        s, tops, seen = [], [], None
         for b in cutlass.range_constexpr(softmax.BLOCKS):
             address = self.tensor.scores(i) + softmax.BLOCK * b + lanes
             if const_expr(self.load_maxima and not masked):
@@ -448,26 +478,39 @@ class Forward:
         ptx.wait_loads()
         ptx.fence_before()
         self.release(barriers["s_read"] + i)
+        if const_expr(self.per_token):
+            s = [x * keys[0][stage, n] for n, x in enumerate(s)]
         if const_expr(masked):
             _, left, right, _ = scalars
-            softmax.mask(s, query, j * TILE, item.shift, item.len_k, left, right, self.masks)
+            seen = softmax.mask(s, query, j * TILE, item.shift, item.len_k, left, right, self.masks)
         if const_expr(len(tops) == 0):
             tops = softmax.block_maxima(s)
-        scale = [cute.arch.fmax(q_scale * x, softmax.LEAST_FACTOR) for x in scales]
         fresh = masked or self.masks.left
         moved, add = softmax.row_reference(tops, scale, row, self.tau, self.p_shift, fresh)
         self.send(moved, i, warp, thread, counts, factors, barriers)
-        words, weights = [], []
+        words, counted, word = [], [], Int32(0)
         for b in cutlass.range_constexpr(softmax.BLOCKS):
             block = s[softmax.BLOCK * b : softmax.BLOCK * (b + 1)]
-            weights = weights + softmax.powers(block, scale[b], add, self.emulated)
-            words = words + softmax.codes(weights[softmax.BLOCK // 2 * b :])
+            weights = softmax.powers(block, scale[b], add, self.emulated)
+            if const_expr(self.per_token):
+                exponents = [keys[1][stage, softmax.BLOCK * b + n] for n in range(softmax.BLOCK)]
+                top = keys[2][stage, b] if const_expr(seen is None) else softmax.largest_seen(exponents, seen[b])
+                codes, parts = softmax.folded_codes(weights, exponents, top)
+                words, word = words + codes, word | top << 8 * b
+            else:
+                words, parts = words + softmax.codes(weights), []
+            counted = counted + (weights if const_expr(self.row_sum == "weights") else parts)
             if const_expr(b % 2 == 1):
                 ptx.store_columns(self.tensor.weights(i) + 8 * (b - 1) + lanes, words[8 * (b - 1) :])
+        if const_expr(self.per_token):
+            self.release(barriers["e_empty"] + stage)
+            # Rows 32 apart share 16 bytes of a scale atom.
+            p_scales[i, 4 * (thread % 32) + warp] = word
+            cute.arch.fence_view_async_shared()
         ptx.wait_stores()
         ptx.fence_before()
         self.release(barriers["p_full"] + i)
-        total = softmax.total(weights) if const_expr(self.row_sum == "weights") else softmax.code_sum(words)
+        total = softmax.total(counted) if const_expr(len(counted) > 0) else softmax.code_sum(words)
         row[softmax.SUM] = row[softmax.SUM] + total
         counts[0] = counts[0] + 1
         counts[1] = counts[1] + 1

@@ -197,6 +197,19 @@ def sum_codes(a: Int32, b: Int32, *, loc: Any = None, ip: Any = None) -> tuple[F
 
 
 @dsl_user_op
+def unpack_e4m3(word: Int32, *, loc: Any = None, ip: Any = None) -> list[Float32]:
+    """Values of four E4M3 codes, the lowest byte first."""
+    text = (
+        "{\n\t.reg .b16 lo, hi, x, y;\n\t.reg .b32 a, b;\n\tmov.b32 {lo, hi}, $4;\n\t"
+        "cvt.rn.f16x2.e4m3x2 a, lo;\n\tcvt.rn.f16x2.e4m3x2 b, hi;\n\tmov.b32 {x, y}, a;\n\tcvt.f32.f16 $0, x;\n\t"
+        "cvt.f32.f16 $1, y;\n\tmov.b32 {x, y}, b;\n\tcvt.f32.f16 $2, x;\n\tcvt.f32.f16 $3, y;\n\t}"
+    )
+    result = llvm.StructType.get_literal([T.f32()] * 4)
+    values = _asm(result, [Int32(word).ir_value(loc=loc, ip=ip)], text, "=f,=f,=f,=f,r")
+    return [Float32(llvm.extractvalue(T.f32(), values, [i], loc=loc, ip=ip)) for i in range(4)]
+
+
+@dsl_user_op
 def max3(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """Maximum of three; NaN loses."""
     values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]

@@ -6,12 +6,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from flamia.sm100.instructions import exp2, exp2_pair, max3, pack_e4m3, sum_codes
+from flamia.bounds import FOLD_RANGE
+from flamia.sm100.instructions import as_float, exp2, exp2_pair, max3, pack_e4m3, sum_codes, unpack_e4m3
 from flamia.sm100.work import TILE
 
 BLOCK = 32  # keys that share an exponent
 BLOCKS = TILE // BLOCK
 LEAST_FACTOR = 2.0**-100  # of codes' products to scores: keeps -inf a score where exponents underflow
+FOLD_LIMIT = 120  # exponents of V that differ by more are held there
 M, SUM = range(2)  # per-row registers: retained maximum, row sum
 
 
@@ -29,8 +31,11 @@ def ones(first: Int32, last: Int32) -> Int32:
 
 
 @cute.jit
-def mask(s: list, row: Int32, k0: Int32, shift: Int32, len_k: Int32, left: Int32, right: Int32, masks: Any) -> None:
-    """-inf for keys that the row does not see. s: scores of keys k0 ... k0 + 127; row: query within the document."""
+def mask(s: list, row: Int32, k0: Int32, shift: Int32, len_k: Int32, left: Int32, right: Int32, masks: Any) -> Any:
+    """-inf for keys that the row does not see; returns a bit per key that it does, a word for every 32.
+
+    s: scores of keys k0 ... k0 + 127; row: query within the document.
+    """
     diagonal = row + shift - k0
     stop = len_k - k0
     if const_expr(masks.right):
@@ -38,10 +43,11 @@ def mask(s: list, row: Int32, k0: Int32, shift: Int32, len_k: Int32, left: Int32
     start = Int32(0)
     if const_expr(masks.left):
         start = diagonal - left
+    seen = [ones(start - BLOCK * b, stop - BLOCK * b) for b in range(BLOCKS)]
     for b in cutlass.range_constexpr(BLOCKS):
-        seen = ones(start - BLOCK * b, stop - BLOCK * b)
         for j in cutlass.range_constexpr(BLOCK):
-            s[BLOCK * b + j] = s[BLOCK * b + j] if (seen >> j) & 1 != 0 else -Float32.inf
+            s[BLOCK * b + j] = s[BLOCK * b + j] if (seen[b] >> j) & 1 != 0 else -Float32.inf
+    return seen
 
 
 def block_maxima(s: list[Float32]) -> list[Float32]:
@@ -108,3 +114,34 @@ def total(pairs: list[tuple[Float32, Float32]]) -> Float32:
 def code_sum(words: list[Int32]) -> Float32:
     """Sum of the values of E4M3 codes: fours in FP16, the rest in FP32."""
     return total([sum_codes(*words[n : n + 2]) for n in range(0, len(words), 2)])
+
+
+@cute.jit
+def largest_seen(exponents: list, seen: Int32) -> Int32:
+    """Largest UE8M0 code among the keys of a block that the row sees; that of one where it sees none."""
+    top = Int32(0)
+    for j in cutlass.range_constexpr(BLOCK):
+        top = cutlass.max(top, exponents[j] if (seen >> j) & 1 != 0 else Int32(0))
+    return top if top != 0 else Int32(127)
+
+
+@cute.jit
+def folded_codes(weights: list, exponents: list, top: Int32) -> Any:
+    """E4M3 codes of a block's weights times 2^(e_V - top), as words, and the row sum (docs/numerics.md, "Folded").
+
+    exponents: UE8M0 codes of V per key. A weight whose exponent is more than FOLD_RANGE below counts unrounded.
+    """
+    words, counted = [], []
+    for n in cutlass.range_constexpr(0, BLOCK // 2, 2):
+        below = [cutlass.min(cutlass.max(exponents[2 * n + m] - top, -FOLD_LIMIT), FOLD_LIMIT) for m in range(4)]
+        up, down = ([as_float((127 + sign * e) << 23) for e in below] for sign in (1, -1))
+        pairs = [cute.arch.mul_packed_f32x2(weights[n + m], up[2 * m : 2 * m + 2]) for m in range(2)]
+        word = pack_e4m3(*pairs[0], *pairs[1])
+        values = unpack_e4m3(word)
+        for m in cutlass.range_constexpr(2):
+            x, y = cute.arch.mul_packed_f32x2(values[2 * m : 2 * m + 2], down[2 * m : 2 * m + 2])
+            x = x if below[2 * m] >= -FOLD_RANGE else weights[n + m][0]
+            y = y if below[2 * m + 1] >= -FOLD_RANGE else weights[n + m][1]
+            counted = [*counted, (x, y)]
+        words = [*words, word]
+    return words, counted
