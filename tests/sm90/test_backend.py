@@ -111,6 +111,28 @@ def test_nothing_to_attend_to(hopper, len_q, len_k):
     assert (result.row_max == 0).all()
 
 
+@pytest.mark.parametrize(
+    "neighbour",
+    [
+        "other",
+        "huge",
+        pytest.param("nan", marks=pytest.mark.xfail(strict=True, reason="the last tile of V has the next document's")),
+    ],
+)
+def test_a_document_does_not_see_its_neighbours(hopper, neighbour):
+    plan = native_plan(1, 1, 64, None, 0)
+    q, k, v, documents = packed([37, 70, 90], [37, 70, 90], 1, 1, 64)
+    mine = slice(37, 107)
+    cu = torch.tensor([0, 70], dtype=torch.int32)
+    alone = backend.run_forward(plan, q[mine], k[mine], v[mine], Documents(cu, cu, 70, 70))
+    for x in (q, k, v):
+        fill = {"other": x.flip(0), "huge": 1e4 * x, "nan": torch.full_like(x, torch.nan)}
+        x[:37], x[107:] = fill[neighbour][:37], fill[neighbour][107:]
+    o, lse, *_ = backend.run_forward(plan, q, k, v, documents)
+    assert torch.equal(o[mine], alone[0])
+    assert torch.equal(lse[:, mine], alone[1])
+
+
 def test_names_of_what_ran():
     names = backend.kernel_names(native_plan(4, 2, 128, None, 0), "forward", torch.float16)
     attention = [name for name in names if name.startswith("sm90.forward")]
