@@ -71,13 +71,14 @@ def flash_attn_func(
         raise ValueError(f"k must have q's batch size {batch}, got {k.shape[0]}")
     if v.shape != k.shape:
         raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
-    steps = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+    cu_q = _equal_offsets(batch, len_q, q.device)
+    cu_k = cu_q if len_k == len_q else _equal_offsets(batch, len_k, q.device)
     o, lse = _attention(
         q.reshape(batch * len_q, *q.shape[2:]),
         k.reshape(batch * len_k, *k.shape[2:]),
         v.reshape(batch * len_k, *v.shape[2:]),
-        steps * len_q,
-        steps * len_k,
+        cu_q,
+        cu_k,
         (len_q, len_k),
         softmax_scale=softmax_scale,
         causal=causal,
@@ -344,6 +345,12 @@ def _window(window_size: Window) -> tuple[int, int]:
     return sides[0], sides[1]
 
 
+def _equal_offsets(count: int, length: int, device: torch.device) -> Tensor:
+    if length == 0:
+        return torch.zeros(count + 1, dtype=torch.int32, device=device)
+    return torch.arange(0, count * length + 1, length, dtype=torch.int32, device=device)
+
+
 def _offsets(name: str, cu_seqlens: Tensor, device: torch.device) -> Tensor:
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"{name} must be a tensor [documents + 1], got {_describe(cu_seqlens)}")
@@ -351,6 +358,8 @@ def _offsets(name: str, cu_seqlens: Tensor, device: torch.device) -> Tensor:
         raise TypeError(f"{name} must be torch.int32 or torch.int64, got {cu_seqlens.dtype}")
     if cu_seqlens.device != device:
         raise ValueError(f"{name} must be on q's device {device}, got {cu_seqlens.device}")
+    if cu_seqlens.dtype == torch.int32:
+        return cu_seqlens.contiguous()
     # Clamped, so that an offset past 2^31 is refused as past its buffer instead of wrapping around to a small one.
     return cu_seqlens.clamp(-(2**31), 2**31 - 1).to(torch.int32).contiguous()
 

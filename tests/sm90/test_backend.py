@@ -22,7 +22,6 @@ from flamia.sm90 import backend
 from flamia.sm90.forward import Forward, compile_forward
 from flamia.sm90.launches import finish_forward, uneven_documents
 from flamia.sm90.work import Masks
-from flamia.worklists import token_tables
 from softgpu.cutedsl import compiling
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs this on the device")
@@ -87,6 +86,16 @@ def test_from_tensors_to_outputs(hopper, window, options):
     assert kept == []
 
 
+def test_documents_whose_values_differ_in_size(hopper):
+    plan = native_plan(2, 1, 64, None, 0)
+    q, k, v, documents = packed([150, 40], [150, 40], 2, 1, 64)
+    v[64:96] *= 2.0**-20
+    o, lse, *_ = backend.run_forward(plan, q, k, v, documents)
+    want_o, _, want_lse, _, _ = reference.run_forward(plan, q, k, v, documents, None, None)
+    assert relative_rms(o, want_o) < 3e-3
+    assert (lse - want_lse).abs().max() < 0.05
+
+
 def test_what_a_backward_needs_is_kept_in_the_announced_layout(hopper):
     plan = native_plan(2, 1, 64, None, 0, training=True)
     q, k, v, documents = packed([40, 33], [40, 33], 2, 1, 64)
@@ -146,21 +155,25 @@ def test_names_of_what_ran():
 
 
 @pytest.mark.parametrize("spread", [5, 6, 7, 30])
-@pytest.mark.parametrize("lengths", [[70, 0, 5, 300], [1] * 40, [4096]], ids=["packed", "tiny", "one"])
-def test_uneven_documents_equal_their_twin(lengths, spread):
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("lengths", [[70, 0, 5, 300], [1] * 40, [9000], [0]], ids=["packed", "tiny", "one", "none"])
+def test_uneven_documents_equal_their_twin(lengths, per_token, spread):
     g = torch.Generator().manual_seed(spread)
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     total = int(cu[-1]) + 3
-    e = (100 + spread * torch.rand(3, total, generator=g).round()).to(torch.uint8)
+    e = torch.zeros(3, total, dtype=torch.uint8)  # tokens of no document: 0
+    for start, stop in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
+        drawn = 100 + spread * torch.rand(3, stop - start, generator=g).round()
+        if not per_token:
+            drawn = drawn[:, ::32].repeat_interleave(32, 1)[:, : stop - start]
+        e[:, start:stop] = drawn.to(torch.uint8)
     e[1] = 100
-    e[:, -3:] = 0  # tokens of no document
-    flags = uneven_documents(e, token_tables(cu, total))
+    count = torch.tensor([17], dtype=torch.int32)
+    flags, careful = uneven_documents(e, cu, count, per_token=per_token)
     assert torch.equal(flags, bounds.uneven_documents(e, cu))
     assert not flags[1].any()
-    if spread > bounds.FOLD_RANGE and max(lengths) > 60:
-        assert flags[0].any()
-    if spread <= bounds.FOLD_RANGE:
-        assert not flags.any()
+    assert bool(flags.any()) is (spread > bounds.FOLD_RANGE and max(lengths) > 60)
+    assert careful.item() == (17 if flags.any() else 0)
 
 
 @pytest.mark.parametrize("tail", [0, 1, 200])

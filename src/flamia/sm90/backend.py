@@ -74,7 +74,7 @@ def bind_forward(
     o = torch.empty(q.codes.shape, dtype=dtype, device=device)
     lse2, row_max = (torch.empty((heads, documents.total_q), dtype=torch.float32, device=device) for _ in range(2))
     result = Forward(o, lse2, row_max)
-    launches = [load(kernel) for kernel in forward_kernels(plan, dtype)]
+    functions = [load(kernel) for kernel in forward_kernels(plan, dtype)]
     if documents.total_q == 0 or documents.count == 0:
         return result, lambda: None
     if documents.total_k == 0:
@@ -86,18 +86,20 @@ def bind_forward(
     ctas, cache = _device(device.index)
     f8 = torch.float8_e4m3fn
     bytes_per_token = 2 * plan.head_dim // plan.ratio  # K and V, shared by the query heads of a group
-    arguments = (
+    cu_q, cu_k, count = documents.cu_seqlens_q, documents.cu_seqlens_k, lists.forward.count
+    flags, careful = uneven_documents(v.exponents, cu_k, count, per_token=plan.per_token)
+    before = (
         *(codes.view(f8) for codes in (q.codes, k.codes, v.columns)),
-        *(o, lse2, row_max),
-        *(q.exponents, k.exponents, v.exponents, uneven_documents(v.exponents, lists.k)),
-        *(lists.forward.items, lists.forward.count, documents.cu_seqlens_q, documents.cu_seqlens_k),
-        *(lists.k.column_starts, plan.score_scale, plan.left or 0, plan.right or 0),
-        *(head_section(documents.total_k, heads, bytes_per_token, int(cache * L2_SHARE)), ctas),
+        *(o, lse2, row_max, q.exponents, k.exponents, v.exponents, flags, lists.forward.items),
     )
+    section = head_section(documents.total_k, heads, bytes_per_token, int(cache * L2_SHARE))
+    after = (cu_q, cu_k, lists.k.column_starts, plan.score_scale, plan.left or 0, plan.right or 0, section, ctas)
+    # The second kernel is for uneven documents: where there are none it has no items.
+    counts = (count, careful)
 
     def launch() -> None:
-        for function in launches:
-            function(*arguments)
+        for function, items in zip(functions, counts, strict=False):
+            function(*before, items, *after)
 
     return result, launch
 

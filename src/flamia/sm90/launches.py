@@ -16,40 +16,59 @@ import triton.language as tl
 from torch import Tensor
 
 from flamia.bounds import FOLD_RANGE
-from flamia.worklists import TokenTables
+from flamia.documents import TOKEN_BLOCK
 
-_BLOCKS = 64  # blocks of 32 tokens per program
+_DOCUMENTS, _WIDTH = 8, 256  # a program compares so many exponents of so many documents at a time
 _TOKENS = 128  # tokens per program
 _LN2 = tl.constexpr(math.log(2.0))
 
 
-@triton.jit(do_not_specialize=["total", "count", "documents"])
-def _spread_kernel(exponents_ptr, blocks_ptr, extremes_ptr, total, count, documents, BLOCKS: tl.constexpr):
-    head = tl.program_id(1)
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    exists = block < count
-    first = tl.load(blocks_ptr + block * 4, exists, 0)
-    tokens = tl.load(blocks_ptr + block * 4 + 1, exists, 0)
-    document = tl.load(blocks_ptr + block * 4 + 3, exists, -1)
-    i = tl.arange(0, 32)[None, :]
-    inside = i < tokens[:, None]
-    e = tl.load(exponents_ptr + head.to(tl.int64) * total + first[:, None] + i, inside, 0).to(tl.int32)
-    # Both start at zero: the largest e, and the largest 255 - e.
-    target = extremes_ptr + head * documents + document
-    tl.atomic_max(target, tl.max(e, 1), document >= 0, sem="relaxed")
-    below = tl.max(tl.where(inside, 255 - e, 0), 1)
-    tl.atomic_max(target + tl.num_programs(1) * documents, below, document >= 0, sem="relaxed")
+@triton.jit(do_not_specialize=["total", "documents"])
+def _uneven_kernel(
+    exponents_ptr, cu_ptr, count_ptr, flags_ptr, careful_ptr, total, documents, LIMIT: tl.constexpr,
+    STEP: tl.constexpr, DOCUMENTS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    document = tl.program_id(0) * DOCUMENTS + tl.arange(0, DOCUMENTS)
+    exists = document < documents
+    start, stop = tl.load(cu_ptr + document, exists, 0), tl.load(cu_ptr + document + 1, exists, 0)
+    # The largest e, and the largest 255 - e.
+    top, below = tl.zeros((DOCUMENTS,), tl.int32), tl.zeros((DOCUMENTS,), tl.int32)
+    for i in range(0, tl.max(stop - start, 0), WIDTH * STEP):
+        token = start[:, None] + i + tl.arange(0, WIDTH)[None, :] * STEP
+        inside = token < stop[:, None]
+        e = tl.load(exponents_ptr + head * total + token, inside, 0).to(tl.int32)
+        top = tl.maximum(top, tl.max(e, 1))
+        below = tl.maximum(below, tl.max(tl.where(inside, 255 - e, 0), 1))
+    uneven = top + below > 255 + LIMIT
+    tl.store(flags_ptr + head * documents + document, uneven.to(tl.uint8), exists)
+    if tl.max(uneven.to(tl.int32), 0) > 0:
+        tl.atomic_max(careful_ptr, tl.load(count_ptr), sem="relaxed")
 
 
-def uneven_documents(exponents: Tensor, tables: TokenTables) -> Tensor:
-    """uint8 [kv heads, documents]: 1 where V's exponents, UE8M0 [kv heads, Tk], vary by more than ``FOLD_RANGE``."""
+def uneven_documents(
+    exponents: Tensor, cu_seqlens: Tensor, count: Tensor, *, per_token: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Documents that the careful kernel has to do, and how many items it has to look at.
+
+    exponents: V's, UE8M0 [kv heads, Tk], equal over 32 tokens of a document unless per_token. cu_seqlens: int32
+    [documents + 1]. count: int32 [1], items of the work list.
+
+    Returns:
+        uint8 [kv heads, documents]: 1 where exponents vary by more than ``FOLD_RANGE``; int32 [1]: ``count`` if there
+        is such a document, else 0.
+    """
     heads, total = exponents.shape
-    documents, count = tables.column_starts.shape[0] - 1, tables.blocks.shape[0]
-    extremes = torch.zeros((2, heads, documents), dtype=torch.int32, device=exponents.device)
-    if count and heads and documents:
-        grid = (triton.cdiv(count, _BLOCKS), heads)
-        _spread_kernel[grid](exponents, tables.blocks, extremes, total, count, documents, _BLOCKS, num_warps=4)
-    return (extremes[0] + extremes[1] > 255 + FOLD_RANGE).view(torch.uint8)
+    documents = cu_seqlens.shape[0] - 1
+    flags = torch.empty((heads, documents), dtype=torch.uint8, device=exponents.device)
+    careful = torch.zeros(1, dtype=torch.int32, device=exponents.device)
+    if heads and documents:
+        grid = (triton.cdiv(documents, _DOCUMENTS), heads)
+        _uneven_kernel[grid](
+            exponents, cu_seqlens, count, flags, careful, total, documents, FOLD_RANGE, 1 if per_token else TOKEN_BLOCK,
+            _DOCUMENTS, _WIDTH, num_warps=4,
+        )  # fmt: skip
+    return flags, careful
 
 
 @triton.jit(do_not_specialize=["total", "documents"])
