@@ -13,7 +13,8 @@ def graph_seconds(call: Callable[[], object], repeats: int = 20, inner: int = 5)
 
     The graph holds ``inner`` calls; what they return is kept until the graph is done.
     """
-    return _median(Captured(call, inner).graph.replay, repeats) / inner
+    captured = Captured(call, inner)
+    return _median(captured.graph.replay, repeats) / inner
 
 
 class Captured:
