@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "train": ("flamia.training.cli", "train", "Train a byte-level GPT on real text with any recipe."),
     "bench": ("flamia.benchmarks.cli", "bench", "How fast the device kernels are on this machine's GPU."),
     "compile": ("flamia.precompile", "compile_kernels", "Ready kernel libraries, for machines without the compiler."),
+    "inspect": ("flamia.inspect.cli", "inspect", "What compiled kernels cost each unit of the chip, counted; no GPU."),
     "demo": ("flamia.demo", "demo", "All of these on this machine in minutes, ending in one HTML report."),
 }
 

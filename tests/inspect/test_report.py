@@ -1,0 +1,147 @@
+"""Counts to bounds, by hand on small listings and on kernels that are compiled here."""
+
+import json
+
+import pytest
+
+from flamia import cli
+from flamia.inspect.build import Binary, dynamic_shared, tensor_memory
+from flamia.inspect.rates import CHIPS
+from flamia.inspect.report import make_report, per_tile, weights_loop
+from flamia.inspect.sass import Code
+from flamia.inspect.subjects import SUBJECTS, Subject
+
+EX2, SELECT = "MUFU.EX2 R1, R1", "FSEL R1, R1, R2, P0"
+PACK = "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R1, R2, R3, RZ"
+SUBJECT = Subject("test", ("sm_90a", "sm_100a"), "nobody:nothing")
+
+
+def listing(*parts):
+    """A kernel of loops; strings before a number are repeated so often."""
+    text, at = "", 0
+    for n, part in enumerate(parts):
+        text += f".L_x_{n}:\n"
+        lines = [line for line, times in part for _ in range(times)] + [f"@P0 BRA `(.L_x_{n})"]
+        for line in lines:
+            text += f"        /*{at:04x}*/                   {line} ;\n"
+            at += 16
+    return Code(text + f"        /*{at:04x}*/                   EXIT ;\n")
+
+
+HOPPER = listing(
+    # masked, then not: both convert 64 elements of a warpgroup's 64 × 128 scores
+    [(EX2, 64), (SELECT, 64), (PACK, 32)],
+    [
+        ("QGMMA.64x128x32.F32.E4M3.E4M3 R92, gdesc[UR8], R92", 4),
+        ("QGMMA.64x128x32.F32.E4M3.E4M3 R24, R156, gdesc[UR8], R24", 4),
+        (EX2, 66), ("FFMA R1, R1, R2, R3", 100), (SELECT, 2), (PACK, 32), ("STS.128 [R1], R4", 1),
+    ],
+)  # fmt: skip
+
+
+def test_unmasked_loop_is_found():
+    assert sum(i.opcode == "FSEL" for i in weights_loop(HOPPER.loops).all) == 2
+    with pytest.raises(ValueError, match="no loop with exponentials"):
+        weights_loop(listing([("FFMA R1, R1, R2, R3", 4)]).loops)
+
+
+def test_hopper_tile():
+    tile, mma = per_tile(SUBJECT, HOPPER, CHIPS["sm_90a"])
+    # a tile takes 8 turns of a warp, 2 of a warpgroup
+    assert tile["exponentials"] == 8 * 66
+    assert tile["fma"] == 8 * 100
+    assert tile["conversion"] == 8 * 32
+    assert mma == 2 * 2 * 128 * 128 * 128 / 8192
+    # operands: 4 products with A (64 rows) and B (128), 4 with B alone, rows of 32 bytes; 512 bytes per STS.128
+    assert tile["shared_bytes"] == 2 * (4 * 192 + 4 * 128) * 32 + 8 * 512
+
+
+def test_blackwell_tile_adds_the_other_warps():
+    product = "UTCQMMA gdesc[UR20], gdesc[UR10], tmem[UR46], tmem[UR38], idesc[UR39], UPT"
+    code = listing(
+        [(product, 16), ("UIADD3 UR4, UR4, 0x1, URZ", 10)],
+        [(EX2, 96), ("FADD2.RM R4, R4, R6", 16), (PACK, 64), ("LDTM.x32 R4, tmem[UR4]", 4)],
+        [("LDTM.x32 R4, tmem[UR4]", 4), ("FMUL2 R4, R4, R6", 64), ("STTM.x32 tmem[UR4], R4", 4)],
+    )
+    tile, mma = per_tile(SUBJECT, code, CHIPS["sm_100a"])
+    assert mma == 2 * 2 * 128 * 128 * 128 / 16384
+    # 4 turns of a softmax warp; half a turn of the issuing warp, which serves two tiles; 4 of a rescaling warp
+    assert tile["exponentials"] == 4 * 96
+    assert tile["emulated"] == 4 * 32
+    assert tile["fma"] == 4 * 32 + 4 * 128
+    assert tile["issue"] == 4 * 181 + 27 // 2 + 1 + 4 * 73
+    assert tile["shared_bytes"] == 8 * 8192
+
+
+def test_report_names_the_lowest_bound():
+    binary = Binary("k", HOPPER, 168, 0, 1024, 384, 0, (24, 240))
+    report = make_report(SUBJECT, "sm_90a", binary)
+    # 8 × 66 instructions of 32 lanes at 16 a clock
+    assert report.cycles["mufu"] == 1056
+    assert (report.unit, report.bound) == ("mufu", min(report.tflops.values()))
+    # 2 × 4 × 128³ operations in 1024 cycles is the dense FP8 peak
+    assert report.tflops["mma"] == pytest.approx(2 * 989.4, rel=1e-3)
+    assert report.spill_bytes == 0
+    assert json.loads(json.dumps(report.as_dict()))["registers"] == 168
+
+
+def test_spills_are_bytes_of_a_thread():
+    code = listing(
+        [("STL.64 [R1], R4", 2), ("LDL R4, [R1]", 1), (EX2, 8), (PACK, 4), ("QGMMA.64x8x32 R1, gdesc[UR8]", 1)]
+    )
+    report = make_report(SUBJECT, "sm_90a", Binary("k", code, 168, 16, 0, 384, 0, ()))
+    assert report.spill_bytes == 2 * 8 + 4
+
+
+def test_sizes_from_texts():
+    assert tensor_memory("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 256;") == 256
+    assert tensor_memory("mov.b32 %r7, 512;\ntcgen05.alloc.cta_group::1.sync.aligned.b32 [%r1], %r7;") == 512
+    assert tensor_memory("ret;") == 0
+    with pytest.raises(ValueError, match="no constant"):
+        tensor_memory("tcgen05.alloc.cta_group::1.sync.aligned.b32 [%r1], %r7;")
+    ir = """
+llvm.func @f() {
+    %1 = llvm.mlir.constant(152576 : i64) : i64
+    llvm.store %1, %2 : i64, !llvm.ptr
+    %3 = llvm.call @_cudaLaunchKernelEx(%4, %5, %6) : (!llvm.ptr, !llvm.ptr, !llvm.ptr) -> i32
+"""
+    assert dynamic_shared(ir) == 152576
+    with pytest.raises(ValueError, match="no launch"):
+        dynamic_shared("llvm.func @f()")
+
+
+def test_subjects_are_distinct_and_their_targets_have_rates():
+    assert len({s.name for s in SUBJECTS}) == len(SUBJECTS)
+    assert {a for s in SUBJECTS for a in s.archs} == set(CHIPS)
+
+
+@pytest.mark.parametrize(("words", "match"), [(["sm80"], "is none of"), (["sm90", "--kernels", "x?"], "matches none")])
+def test_bad_input(words, match, capsys):
+    with pytest.raises(SystemExit) as e:
+        cli.main(["inspect", *words])
+    assert e.value.code == 2
+    assert match in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "mma", "conversions"),
+    # the Hopper value product has a ones column, N = 136; on Blackwell row sums unpack the codes again, in pairs
+    [("sm90", 512 + 544, 8192), ("sm100", 512, 16384)],
+)
+def test_our_forwards(target, mma, conversions, capsys):
+    pytest.importorskip("cutlass")
+    pytest.importorskip("triton")
+    with pytest.raises(SystemExit) as e:
+        cli.main(["inspect", target, "--kernels", f"{target} forward", "--no-peers", "--json"])
+    assert e.value.code == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    report = json.loads(line)
+    assert report["cycles"]["mma"] == mma
+    exponentials = report["counts"]["exponentials"] + report["counts"]["emulated"]
+    assert 128 * 128 <= exponentials < 1.05 * 128 * 128
+    assert report["counts"]["conversion"] == conversions
+    assert report["registers"] * report["threads"] <= 65536
+    assert 0 < report["smem_bytes"] <= 233472
+    assert report["tmem_columns"] == (512 if target == "sm100" else 0)
+    assert report["bound"] == min(report["tflops"].values())
