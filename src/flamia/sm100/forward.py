@@ -130,7 +130,7 @@ class Forward:
             tensor_base: Int32
             factors: cute.struct.Align[cute.struct.MemRange[Float32, 2 * TILE], 16]
             k_scales: cute.struct.Align[cute.struct.MemRange[Float32, self.factors * stages], 16]
-            v_exponents: cute.struct.Align[cute.struct.MemRange[Int32, self.factors * stages], 16]
+            v_exponents: cute.struct.Align[cute.struct.MemRange[Uint8, self.factors * stages], 16]
             v_tops: cute.struct.Align[cute.struct.MemRange[Int32, 4 * stages], 16]
             ones: cute.struct.Align[cute.struct.MemRange[Int32, TILE], 128]
             v_scales: cute.struct.Align[cute.struct.MemRange[Int32, TILE * stages], 128]
@@ -311,7 +311,7 @@ class Forward:
                     cute.arch.mbarrier_wait(barriers["e_empty"] + stage, phase)
                     for b in cutlass.range_constexpr(softmax.BLOCKS):
                         k_scales[stage, 32 * b + lane] = ptx.as_float(k[b] << 23)
-                        v_exponents[stage, 32 * b + lane] = v[b]
+                        v_exponents[stage, 32 * b + lane] = Uint8(v[b])
                         v_tops[stage, b] = cute.arch.warp_redux_sync(v[b], "max")
                 else:
                     token = item.k_start + cutlass.min(j * TILE + 32 * block, item.len_k - 1)
@@ -424,14 +424,15 @@ class Forward:
             softmax.reset(row)
             common = (i, warp, thread, row, counts, query, q_scale, item, keys, p_scales, factors, work[3], barriers)
             some = cutlass.min(span.stop - span.first, 1)
+            step = self.step_per_token if self.per_token else self.step
             self.skip(item.stop * (1 - some) + span.first * some - item.first, counts, barriers)
             if const_expr(self.masks.left):
                 for j in cutlass.range(span.first, span.clear, unroll=1):
-                    self.step(j, True, *common)
+                    step(j, True, *common)
             for j in cutlass.range(span.clear, span.clouded, unroll=1):
-                self.step(j, False, *common)
+                step(j, False, *common)
             for j in cutlass.range(span.clouded, span.stop, unroll=1):
-                self.step(j, True, *common)
+                step(j, True, *common)
             self.skip((item.stop - span.stop) * some, counts, barriers)
             total = row[softmax.SUM]
             unseen = total == 0.0
@@ -461,59 +462,103 @@ class Forward:
         lanes = warp << 21  # lane 32 * warp, in the upper half of an address
         stage, phase = counts[0] % self.stages, (counts[0] // self.stages) & 1
         cute.arch.mbarrier_wait(barriers["e_full"] + stage, phase)
-        scale = [q_scale] * softmax.BLOCKS
-        if const_expr(not self.per_token):
-            scale = [cute.arch.fmax(q_scale * keys[0][stage, b], softmax.LEAST_FACTOR) for b in range(softmax.BLOCKS)]
-            self.release(barriers["e_empty"] + stage)
+        scale = [cute.arch.fmax(q_scale * keys[0][stage, b], softmax.LEAST_FACTOR) for b in range(softmax.BLOCKS)]
+        self.release(barriers["e_empty"] + stage)
         cute.arch.mbarrier_wait(barriers["s_full"] + i, counts[1] & 1)
         ptx.fence_after()
-        s, tops, seen = [], [], None
+        blocks, tops = [], []
         for b in cutlass.range_constexpr(softmax.BLOCKS):
             address = self.tensor.scores(i) + softmax.BLOCK * b + lanes
             if const_expr(self.load_maxima and not masked):
-                numbers, top = ptx.load_columns_max(address, softmax.BLOCK)
-                s, tops = s + numbers, [*tops, top]
+                block, top = ptx.load_columns_max(address, softmax.BLOCK)
+                blocks, tops = [*blocks, block], [*tops, top]
             else:
-                s = s + ptx.load_columns(address, softmax.BLOCK)
+                blocks = [*blocks, ptx.load_columns(address, softmax.BLOCK)]
         ptx.wait_loads()
         ptx.fence_before()
         self.release(barriers["s_read"] + i)
-        if const_expr(self.per_token):
-            s = [x * keys[0][stage, n] for n, x in enumerate(s)]
         if const_expr(masked):
-            _, left, right, _ = scalars
-            seen = softmax.mask(s, query, j * TILE, item.shift, item.len_k, left, right, self.masks)
+            seen = self.seen(j, query, item, scalars)
+            blocks = [softmax.hide(block, seen[b]) for b, block in enumerate(blocks)]
         if const_expr(len(tops) == 0):
-            tops = softmax.block_maxima(s)
-        fresh = masked or self.masks.left
-        moved, add = softmax.row_reference(tops, scale, row, self.tau, self.p_shift, fresh)
+            tops = [softmax.block_maximum(block) for block in blocks]
+        moved, add = softmax.row_reference(tops, scale, row, self.tau, self.p_shift, masked or self.masks.left)
         self.send(moved, i, warp, thread, counts, factors, barriers)
-        words, counted, word = [], [], Int32(0)
+        words, total = [], Float32(0.0)
         for b in cutlass.range_constexpr(softmax.BLOCKS):
-            block = s[softmax.BLOCK * b : softmax.BLOCK * (b + 1)]
-            weights = softmax.powers(block, scale[b], add, self.emulated)
-            if const_expr(self.per_token):
-                exponents = [keys[1][stage, softmax.BLOCK * b + n] for n in range(softmax.BLOCK)]
-                top = keys[2][stage, b] if const_expr(seen is None) else softmax.largest_seen(exponents, seen[b])
-                codes, parts = softmax.folded_codes(weights, exponents, top)
-                words, word = words + codes, word | top << 8 * b
-            else:
-                words, parts = words + softmax.codes(weights), []
-            counted = counted + (weights if const_expr(self.row_sum == "weights") else parts)
+            weights = softmax.powers(blocks[b], scale[b], add, self.emulated)
+            codes = softmax.codes(weights)
+            total = total + softmax.total(weights if const_expr(self.row_sum == "weights") else softmax.sums(codes))
+            words = words + codes
             if const_expr(b % 2 == 1):
                 ptx.store_columns(self.tensor.weights(i) + 8 * (b - 1) + lanes, words[8 * (b - 1) :])
-        if const_expr(self.per_token):
-            self.release(barriers["e_empty"] + stage)
-            # Rows 32 apart share 16 bytes of a scale atom.
-            p_scales[i, 4 * (thread % 32) + warp] = word
-            cute.arch.fence_view_async_shared()
         ptx.wait_stores()
         ptx.fence_before()
         self.release(barriers["p_full"] + i)
-        total = softmax.total(counted) if const_expr(len(counted) > 0) else softmax.code_sum(words)
         row[softmax.SUM] = row[softmax.SUM] + total
         counts[0] = counts[0] + 1
         counts[1] = counts[1] + 1
+
+    @cute.jit
+    def step_per_token(
+        self, j, masked: cutlass.Constexpr, i, warp, thread, row, counts, query, q_scale, item, keys, p_scales, factors,
+        scalars, barriers,
+    ):  # fmt: skip
+        """``step`` for exponents per token: e_K multiplies the scores, e_V the weights, relative to the largest of the
+        32 keys that the row sees; that one is the scale factor of the row's weights. Scores are read twice: with what
+        the exponents need, they do not fit into registers.
+        """
+        lanes = warp << 21
+        stage, phase = counts[0] % self.stages, (counts[0] // self.stages) & 1
+        cute.arch.mbarrier_wait(barriers["e_full"] + stage, phase)
+        cute.arch.mbarrier_wait(barriers["s_full"] + i, counts[1] & 1)
+        ptx.fence_after()
+        seen = None
+        if const_expr(masked):
+            seen = self.seen(j, query, item, scalars)
+        scale = cute.arch.fmax(q_scale, softmax.LEAST_FACTOR)
+        tops = []
+        for b in cutlass.range_constexpr(softmax.BLOCKS):
+            tops = [*tops, softmax.block_maximum(self.scores_per_token(i, b, lanes, keys, stage, seen))]
+        fresh = masked or self.masks.left
+        moved, add = softmax.row_reference(tops, [scale] * 4, row, self.tau, self.p_shift, fresh)
+        self.send(moved, i, warp, thread, counts, factors, barriers)
+        exponents = cute.recast_tensor(keys[1][stage, None], Int32)
+        total, word = Float32(0.0), Int32(0)
+        # Codes of weights go where scores of block 2 are.
+        for b in cutlass.range_constexpr(2, 2 + softmax.BLOCKS):
+            b = b % softmax.BLOCKS
+            s = self.scores_per_token(i, b, lanes, keys, stage, seen)
+            weights = softmax.powers(s, scale, add, self.emulated)
+            e = [exponents[8 * b + n] for n in range(8)]
+            top = softmax.largest_seen(e, ptx.again(seen[b])) if const_expr(masked) else keys[2][stage, b]
+            codes, counted = softmax.folded_codes(weights, e, top)
+            total = total + softmax.total(weights if const_expr(self.row_sum == "weights") else counted)
+            word = word | top << 8 * b
+            ptx.store_columns(self.tensor.weights(i) + 8 * b + lanes, codes)
+        ptx.fence_before()
+        self.release(barriers["s_read"] + i)
+        self.release(barriers["e_empty"] + stage)
+        # Rows 32 apart share 16 bytes of a scale atom.
+        p_scales[i, 4 * (thread % 32) + warp] = word
+        cute.arch.fence_view_async_shared()
+        ptx.wait_stores()
+        ptx.fence_before()
+        self.release(barriers["p_full"] + i)
+        row[softmax.SUM] = row[softmax.SUM] + total
+        counts[0] = counts[0] + 1
+        counts[1] = counts[1] + 1
+
+    def scores_per_token(self, i, b, lanes, keys, stage, seen):
+        """Scores of a block times 2^e_K, -inf where a bit of ``seen`` is not set."""
+        s = ptx.load_columns(self.tensor.scores(i) + softmax.BLOCK * b + lanes, softmax.BLOCK)
+        ptx.wait_loads()
+        s = [x * keys[0][stage, softmax.BLOCK * b + n] for n, x in enumerate(s)]
+        return s if seen is None else softmax.hide(s, ptx.again(seen[b]))
+
+    def seen(self, j, query, item, scalars):
+        _, left, right, _ = scalars
+        return softmax.seen_keys(query, j * TILE, item.shift, item.len_k, left, right, self.masks)
 
     @cute.jit
     def send(self, factor, i, warp, thread, counts, factors, barriers):

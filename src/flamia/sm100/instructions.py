@@ -259,6 +259,12 @@ def as_float(bits: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
 
 
 @dsl_user_op
+def again(word: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """The same word, of which the compiler does not know that: what is derived from it is not kept in registers."""
+    return Int32(_asm(T.i32(), [Int32(word).ir_value(loc=loc, ip=ip)], "mov.b32 $0, $1;", "=r,r", effects=True))
+
+
+@dsl_user_op
 def pack_half(a: Float32, b: Float32, kind: str, *, loc: Any = None, ip: Any = None) -> Int32:
     """Two numbers as ``kind`` "bf16" or "f16", a in the low half."""
     values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]

@@ -31,11 +31,8 @@ def ones(first: Int32, last: Int32) -> Int32:
 
 
 @cute.jit
-def mask(s: list, row: Int32, k0: Int32, shift: Int32, len_k: Int32, left: Int32, right: Int32, masks: Any) -> Any:
-    """-inf for keys that the row does not see; returns a bit per key that it does, a word for every 32.
-
-    s: scores of keys k0 ... k0 + 127; row: query within the document.
-    """
+def seen_keys(row: Int32, k0: Int32, shift: Int32, len_k: Int32, left: Int32, right: Int32, masks: Any) -> Any:
+    """A bit per key k0 ... k0 + 127 that the row sees, a word for every 32. row: query within the document."""
     diagonal = row + shift - k0
     stop = len_k - k0
     if const_expr(masks.right):
@@ -43,24 +40,22 @@ def mask(s: list, row: Int32, k0: Int32, shift: Int32, len_k: Int32, left: Int32
     start = Int32(0)
     if const_expr(masks.left):
         start = diagonal - left
-    seen = [ones(start - BLOCK * b, stop - BLOCK * b) for b in range(BLOCKS)]
-    for b in cutlass.range_constexpr(BLOCKS):
-        for j in cutlass.range_constexpr(BLOCK):
-            s[BLOCK * b + j] = s[BLOCK * b + j] if (seen[b] >> j) & 1 != 0 else -Float32.inf
-    return seen
+    return [ones(start - BLOCK * b, stop - BLOCK * b) for b in range(BLOCKS)]
 
 
-def block_maxima(s: list[Float32]) -> list[Float32]:
-    """Largest of every 32 scores."""
-    tops = []
-    for b in range(BLOCKS):
-        block = s[BLOCK * b : BLOCK * (b + 1)]
-        chains = [max3(*block[3 * i : 3 * i + 3]) for i in range(4)]
-        for i in range(12, BLOCK, 2):
-            n = i // 2 % 4
-            chains[n] = max3(chains[n], block[i], block[i + 1])
-        tops.append(cute.arch.fmax(max3(*chains[:3]), chains[3]))
-    return tops
+@cute.jit
+def hide(s: list, seen: Int32) -> Any:
+    """Scores of a block, -inf for keys that the row does not see."""
+    return [x if (seen >> j) & 1 != 0 else -Float32.inf for j, x in enumerate(s)]
+
+
+def block_maximum(s: list[Float32]) -> Float32:
+    """Largest of 32 scores."""
+    chains = [max3(*s[3 * i : 3 * i + 3]) for i in range(4)]
+    for i in range(12, BLOCK, 2):
+        n = i // 2 % 4
+        chains[n] = max3(chains[n], s[i], s[i + 1])
+    return cute.arch.fmax(max3(*chains[:3]), chains[3])
 
 
 @cute.jit
@@ -111,37 +106,47 @@ def total(pairs: list[tuple[Float32, Float32]]) -> Float32:
     return even + odd
 
 
-def code_sum(words: list[Int32]) -> Float32:
-    """Sum of the values of E4M3 codes: fours in FP16, the rest in FP32."""
-    return total([sum_codes(*words[n : n + 2]) for n in range(0, len(words), 2)])
+def sums(words: list[Int32]) -> list[tuple[Float32, Float32]]:
+    """Sums of the values of E4M3 codes, every other one of eight: fours in FP16."""
+    return [sum_codes(*words[n : n + 2]) for n in range(0, len(words), 2)]
+
+
+def bytes_of(words: list[Int32]) -> list[Int32]:
+    """Bytes of 32-bit words, the lowest first."""
+    return [(word >> 8 * m) & 255 for word in words for m in range(4)]
 
 
 @cute.jit
 def largest_seen(exponents: list, seen: Int32) -> Int32:
-    """Largest UE8M0 code among the keys of a block that the row sees; that of one where it sees none."""
+    """Largest UE8M0 code among the keys of a block that the row sees; that of one where it sees none.
+
+    exponents: the block's codes, four to a word.
+    """
     top = Int32(0)
-    for j in cutlass.range_constexpr(BLOCK):
-        top = cutlass.max(top, exponents[j] if (seen >> j) & 1 != 0 else Int32(0))
+    for j, code in enumerate(bytes_of(exponents)):
+        top = cutlass.max(top, code if (seen >> j) & 1 != 0 else Int32(0))
     return top if top != 0 else Int32(127)
 
 
 @cute.jit
 def folded_codes(weights: list, exponents: list, top: Int32) -> Any:
-    """E4M3 codes of a block's weights times 2^(e_V - top), as words, and the row sum (docs/numerics.md, "Folded").
+    """E4M3 codes of a block's weights times 2^(e_V - top), as words, and what the row sum counts, in pairs.
 
-    exponents: UE8M0 codes of V per key. A weight whose exponent is more than FOLD_RANGE below counts unrounded.
+    exponents: UE8M0 codes of V, four keys to a word. A weight whose exponent is more than FOLD_RANGE below the largest
+    counts unrounded (docs/numerics.md, "Folded exponents of V").
     """
     words, counted = [], []
-    for n in cutlass.range_constexpr(0, BLOCK // 2, 2):
-        below = [cutlass.min(cutlass.max(exponents[2 * n + m] - top, -FOLD_LIMIT), FOLD_LIMIT) for m in range(4)]
-        up, down = ([as_float((127 + sign * e) << 23) for e in below] for sign in (1, -1))
-        pairs = [cute.arch.mul_packed_f32x2(weights[n + m], up[2 * m : 2 * m + 2]) for m in range(2)]
-        word = pack_e4m3(*pairs[0], *pairs[1])
-        values = unpack_e4m3(word)
+    one = (127 - top) << 23  # makes 2^(e - top) of e << 23
+    for n, word in enumerate(exponents):
+        held = [cutlass.min(cutlass.max(e, top - FOLD_LIMIT), top) for e in bytes_of([word])]
+        up = [as_float((e << 23) + one) for e in held]
+        down = [as_float((Int32(127 << 23) - one) + (Int32(127 << 23) - (e << 23))) for e in held]
+        pairs = [cute.arch.mul_packed_f32x2(weights[2 * n + m], up[2 * m : 2 * m + 2]) for m in range(2)]
+        words = [*words, pack_e4m3(*pairs[0], *pairs[1])]
+        values = unpack_e4m3(words[n])
         for m in cutlass.range_constexpr(2):
             x, y = cute.arch.mul_packed_f32x2(values[2 * m : 2 * m + 2], down[2 * m : 2 * m + 2])
-            x = x if below[2 * m] >= -FOLD_RANGE else weights[n + m][0]
-            y = y if below[2 * m + 1] >= -FOLD_RANGE else weights[n + m][1]
+            x = x if held[2 * m] >= top - FOLD_RANGE else weights[2 * n + m][0]
+            y = y if held[2 * m + 1] >= top - FOLD_RANGE else weights[2 * n + m][1]
             counted = [*counted, (x, y)]
-        words = [*words, word]
     return words, counted
