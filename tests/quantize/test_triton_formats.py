@@ -123,15 +123,22 @@ def test_exact_exponential():
 
 
 @triton.jit
-def _groups(x_ptr, codes_ptr, scales_ptr, R: tl.constexpr):
+def _groups(x_ptr, codes_ptr, scales_ptr, R: tl.constexpr, ROWS: tl.constexpr):
     i = tl.program_id(0) * R + tl.arange(0, R)
-    x = tl.load(x_ptr + i[:, None] * 16 + tl.arange(0, 16)[None, :])
-    codes, scales = tf.nvfp4(tl.reshape(tl.trans(x), (16, R, 1)))
-    tl.store(codes_ptr + i[:, None] * 16 + tl.arange(0, 16)[None, :], tl.trans(tl.reshape(codes, (16, R))))
-    tl.store(scales_ptr + i, tl.reshape(scales, (R,)))
+    places = i[:, None] * 16 + tl.arange(0, 16)[None, :]
+    x = tl.load(x_ptr + places)
+    if ROWS:
+        codes, scale_codes, scales = tf.nvfp4_rows(x, R, 16)
+        codes = tl.where(scales == 0.0, 0, codes)
+    else:
+        codes, scale_codes = tf.nvfp4_columns(tl.reshape(tl.trans(x), (16, R, 1)))
+        codes = tl.trans(tl.reshape(codes, (16, R)))
+    tl.store(codes_ptr + places, codes)
+    tl.store(scales_ptr + i, tl.reshape(scale_codes, (R,)).to(tl.uint8))
 
 
-def test_nvfp4_groups_round_as_divisions_do():
+@pytest.mark.parametrize("rows", [True, False], ids=["rows", "columns"])
+def test_nvfp4_groups_round_as_divisions_do(rows):
     """Random groups of every magnitude, and groups whose scales or elements are ties or their neighbours."""
     from flamia.quantize.reference import _nvfp4
 
@@ -150,7 +157,41 @@ def test_nvfp4_groups_round_as_divisions_do():
     x = torch.cat((x, torch.zeros(-len(x) % 512, 16)))
     codes = torch.empty(x.shape, dtype=torch.int32, device=DEVICE)
     found = torch.empty(len(x), dtype=torch.uint8, device=DEVICE)
-    _groups[(len(x) // 512,)](x.to(DEVICE), codes, found, 512, **tf.EXACT)
+    _groups[(len(x) // 512,)](x.to(DEVICE), codes, found, 512, rows, **tf.EXACT)
     expected, expected_scales = _nvfp4(x)
     same(found.cpu(), expected_scales)
     same(codes.cpu(), expected)
+
+
+@triton.jit
+def _words(x_ptr, words_ptr, moved_ptr, values_ptr, nibbles_ptr, R: tl.constexpr):
+    i, j = tl.arange(0, R)[:, None], tl.arange(0, 4)[None, :]
+    x0, x1, x2, x3 = tf.quarters(tl.load(x_ptr + i * 16 + tl.arange(0, 16)[None, :]), R, 16)
+    words = tf.e4m3_words(x0, x1, x2, x3)
+    tl.store(words_ptr + i * 4 + j, words)
+    v0, v1, v2, v3 = tf.e4m3_values(words)
+    values = tf.from_quarters(v0, v1, v2, v3, R, 16)
+    tl.store(values_ptr + i * 16 + tl.arange(0, 16)[None, :], values)
+    nibbles = tf.nibble_words(tf.encode_e2m1(values), R, 16)
+    tl.store(nibbles_ptr + i * 2 + tl.arange(0, 2)[None, :], nibbles)
+    even, odd = tl.split(tl.reshape(words, (R, 2, 2)))
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    c0, c1, c2, c3 = tf.transpose_bytes(w0, w1, w2, w3)
+    moved = tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), (R, 4))
+    tl.store(moved_ptr + i * 4 + j, moved)
+
+
+def test_words_hold_four_codes_and_change_places():
+    """Words of consecutive columns, their values, the transpose of four of them, and eight E2M1 codes a word."""
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)) * 30
+    words, moved = (torch.empty(64, 4, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    nibbles = torch.empty(64, 2, dtype=torch.int32, device=DEVICE)
+    values = torch.full((64, 16), float("nan"), device=DEVICE)
+    _words[(1,)](x.to(DEVICE), words, moved, values, nibbles, 64, **tf.EXACT)
+    codes = formats.encode_e4m3(x)
+    same(words.cpu().view(torch.uint8), codes)
+    same(values.cpu(), formats.decode_e4m3(codes))
+    same(moved.cpu().view(torch.uint8).view(64, 4, 4), codes.view(64, 4, 4).transpose(1, 2).contiguous())
+    e2m1 = formats.encode_e2m1(formats.round_e2m1(values.cpu()))
+    same(nibbles.cpu().view(torch.uint8), formats.pack_nibbles(e2m1))

@@ -21,7 +21,7 @@ from flamia.documents import Documents
 from flamia.plan import Plan
 from flamia.quantize import reference as twin
 from flamia.quantize.payloads import Payloads, backward_specs, forward_specs
-from flamia.quantize.triton_finish import finish_dk_dv, finish_dq, fragment_order
+from flamia.quantize.triton_finish import document_prescale, finish_dk_dv, finish_dq, fragment_order
 from flamia.quantize.triton_gradients import running_maxima
 from flamia.quantize.triton_lists import work_lists
 from flamia.quantize.triton_prepare import prepare_backward, prepare_forward
@@ -266,6 +266,11 @@ def test_dq_is_the_twins(recipe, fragments, drawn):
     done = torch.zeros(case.q.shape[0], dtype=torch.bool, device=DEVICE)
     for chunk in chunks(case.documents, kv, ratio, dim, plan.left, plan.right):
         p = prescale(plan, chunk, chunk.gather(do_norm.transpose(0, 1), "q"), payloads)
+        if plan.recipe.accumulator_scale == "sequence":
+            ours = document_prescale(plan, gradients, k_maxima, v_maxima, case.documents)
+            heads_of = slice(chunk.heads[0] * ratio, chunk.heads[1] * ratio)
+            index = torch.tensor(chunk.group.index, device=DEVICE)
+            same(ours[heads_of][:, index].t().flatten(), p[:, 0].contiguous(), "prescale of documents")
         scale = formats.pow2(-p) * plan.softmax_scale
         chunk.scatter(expected, chunk.gather(packed, "q").to(torch.float32) * scale.unsqueeze(-1), "q")
         done[chunk._index("q").flatten()] = True

@@ -23,6 +23,7 @@ from flamia.quantize.triton_operands import chunk_width
 from flamia.worklists import TokenTables
 
 _ROWS = 64
+_DOCUMENTS = 128  # per program
 
 
 def fragment_order(head_dim: int) -> Tensor:
@@ -52,6 +53,41 @@ def _sums(base, rows, START: tl.constexpr, R: tl.constexpr, W: tl.constexpr, D: 
         return tl.load(base + row * D + START + channel, row < rows, 0.0).to(tl.float32)
 
 
+@triton.jit
+def _document_exponent(
+    maxima_ptr, k_maxima_ptr, v_maxima_ptr, cu_k_ptr, head, document, known, documents, lost_base, lost_slope,
+    HEADS: tl.constexpr, RATIO: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """``reference.backward.prescale`` of documents under the sequence scale; loads where ``known``."""
+    norm = tl.load(maxima_ptr + head * documents + document, known, 0.0)
+    loss = tl.load(maxima_ptr + (HEADS + head) * documents + document, known, 0.0)
+    shared = head // RATIO * documents + document
+    v_top = tl.load(v_maxima_ptr + shared, known, 0.0)
+    k_top = tl.load(k_maxima_ptr + shared, known, 0.0)
+    keys = tl.load(cu_k_ptr + document + 1, known, 0) - tl.load(cu_k_ptr + document, known, 0)
+    weight = lost_base + keys.to(tl.float32) * lost_slope
+    p = TARGET - ceil_log2((norm * v_top * weight + loss * weight) * k_top)
+    return tl.minimum(tl.maximum(p, -126), 126)
+
+
+@triton.jit(
+    do_not_specialize=["documents", "lost_base", "lost_slope"],
+    do_not_specialize_on_alignment=["maxima_ptr", "k_maxima_ptr", "v_maxima_ptr", "cu_k_ptr"],
+)
+def _prescale_kernel(
+    maxima_ptr, k_maxima_ptr, v_maxima_ptr, cu_k_ptr, out_ptr, documents, lost_base, lost_slope,
+    HEADS: tl.constexpr, RATIO: tl.constexpr, TARGET: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    document = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    known = document < documents
+    p = _document_exponent(
+        maxima_ptr, k_maxima_ptr, v_maxima_ptr, cu_k_ptr, head, document, known, documents, lost_base, lost_slope,
+        HEADS, RATIO, TARGET,
+    )  # fmt: skip
+    tl.store(out_ptr + head * documents + document, p, known)
+
+
 @triton.jit(
     do_not_specialize=["total", "capacity_blocks", "documents", "softmax_scale", "lost_base", "lost_slope"],
     do_not_specialize_on_alignment=["maxima_ptr", "k_maxima_ptr", "v_maxima_ptr", "cu_k_ptr"],
@@ -78,15 +114,10 @@ def _dq_kernel(
         else:
             document = tl.load(blocks_ptr + block * 4 + 3, exists, -1)
             known = document >= 0
-            norm = tl.load(maxima_ptr + head * documents + document, known, 0.0)
-            loss = tl.load(maxima_ptr + (HEADS + head) * documents + document, known, 0.0)
-            shared = head // RATIO * documents + document
-            v_top = tl.load(v_maxima_ptr + shared, known, 0.0)
-            k_top = tl.load(k_maxima_ptr + shared, known, 0.0)
-            keys = tl.load(cu_k_ptr + document + 1, known, 0) - tl.load(cu_k_ptr + document, known, 0)
-            weight = lost_base + keys.to(tl.float32) * lost_slope
-            p = TARGET - ceil_log2((norm * v_top * weight + loss * weight) * k_top)
-            p = tl.minimum(tl.maximum(p, -126), 126)
+            p = _document_exponent(
+                maxima_ptr, k_maxima_ptr, v_maxima_ptr, cu_k_ptr, head, document, known, documents, lost_base,
+                lost_slope, HEADS, RATIO, TARGET,
+            )  # fmt: skip
         scale = pow2(-p) * softmax_scale
     mask, scale = written[:, None], scale[:, None]
     inside = capacity_blocks * 32 - tile * R
@@ -191,6 +222,23 @@ def finish_dq(
             SCALED=plan.recipe.accumulator == "fp16", CAUSAL=causal, TARGET=ACCUMULATOR_TARGET[plan.recipe.format],
             FRAGMENTS=fragments, num_warps=4 if dim <= 128 else 8, **EXACT,
         )  # fmt: skip
+
+
+def document_prescale(
+    plan: Plan, gradients: Gradients, k_maxima: Tensor, v_maxima: Tensor, documents: Documents
+) -> Tensor:
+    """Exponents of the dQ accumulator under the sequence scale, int32 [N, documents], in one launch.
+
+    ``finish_dq`` finds the same ones by itself; a kernel that scales its partial sums reads them here.
+    """
+    heads, count = gradients.maxima.shape[1:]
+    out = k_maxima.new_empty((heads, count), dtype=torch.int32)
+    if heads and count:
+        _prescale_kernel[(triton.cdiv(count, _DOCUMENTS), heads)](
+            gradients.maxima, k_maxima, v_maxima, documents.cu_seqlens_k, out, count, *lost_line(plan), HEADS=heads,
+            RATIO=plan.ratio, TARGET=ACCUMULATOR_TARGET[plan.recipe.format], BLOCK=_DOCUMENTS, num_warps=4, **EXACT,
+        )  # fmt: skip
+    return out
 
 
 def finish_dk_dv(plan: Plan, dk_sums: Tensor, dv_sums: Tensor, dk: Tensor, dv: Tensor) -> None:

@@ -226,11 +226,20 @@ def decode_e4m3(codes, HARDWARE: tl.constexpr):
 @triton.jit
 def encode_e2m1(y):
     """FP32 -> E2M1 codes 0..15 (int32), nearest even, saturating at 6, the sign of zero kept."""
-    a = magnitude(y)
-    normal = ((a + 0x1FFFFF + ((a >> 22) & 1)) >> 22) - 252
-    small = bits(a.to(tl.float32, bitcast=True) + 4194304.0) & 3  # units of 1/2
-    code = tl.where(a < 0x3F800000, small, tl.minimum(normal, 7))
-    return code | ((bits(y) >> 28) & 8)
+    a = tl.minimum(tl.abs(y), 6.0)
+    # Codes step by half of the power of two below (1, 2 or 4), which is the last bit of a sum with 2^22 times it. One
+    # more power is two more steps: these and the power's own exponent, twice over, make the sum's last bits the code.
+    power = bits(tl.maximum(a, 1.0)) & 0x7F800000
+    total = tl.fma(power.to(tl.float32, bitcast=True), 4194305.0, a)
+    return ((bits(total) + (power >> 22)) & 7) | ((bits(y) >> 28) & 8)
+
+
+@triton.jit
+def nibble_words(codes, R: tl.constexpr, W: tl.constexpr):
+    """Codes 0..15 of R x W, eight columns a word, the first one lowest: int32 [R, W / 8]."""
+    c0, c1, c2, c3 = quarters(codes, R, W)
+    low, high = tl.split(tl.reshape(c0 | (c1 << 4) | (c2 << 8) | (c3 << 12), (R, W // 8, 2)))
+    return low | (high << 16)
 
 
 @triton.jit
@@ -255,22 +264,51 @@ def _quotient(a, minus_b, reciprocal):
 
 
 @triton.jit
-def nvfp4(groups):
-    """E2M1 codes (int32) of groups [16, A, B] and their UE4M3 scale codes (uint8) [A, B].
+def _reciprocal(x):
+    """1 / x within a few ulp, of numbers far from the ends of FP32's range."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x
+
+
+@triton.jit
+def _nvfp4_scale(amax):
+    """Bits of groups' largest magnitudes -> their UE4M3 codes (int32) and scales, zero where all codes are."""
+    raw = bits(_quotient(amax.to(tl.float32, bitcast=True), -6.0, 0.1666666716337204))
+    raw = tl.where(amax >= INFINITY_BITS, NAN_BITS, raw).to(tl.float32, bitcast=True)
+    code = e4m3_words(raw, 0.0, 0.0, 0.0) & 255
+    value, _, _, _ = e4m3_values(code)
+    return code, tl.where((code == 0) | (code == 0x7F), 0.0, value)
+
+
+@triton.jit
+def nvfp4_columns(groups):
+    """E2M1 codes (int32) of groups [16, A, B] and their UE4M3 scale codes (int32) [A, B].
 
     The group is the slowest dimension so that a thread holds whole ones: no shuffles, and one scale per thread.
     """
     # Once per group, not once per thread that holds a part of one: hence ``keep``.
-    amax = magnitude(keep(tl.max(magnitude(groups), 0).to(tl.float32, bitcast=True)))
-    raw = bits(_quotient(amax.to(tl.float32, bitcast=True), -6.0, 0.1666666716337204))
-    raw = tl.where(amax >= INFINITY_BITS, NAN_BITS, raw).to(tl.float32, bitcast=True)
-    scale_code = encode_e4m3(raw, COMPILED)
-    zero = (scale_code == 0) | (scale_code == 0x7F)  # nothing above zero, or NaN: codes are zero
-    scale = keep(tl.where(zero, 0.0, decode_e4m3(scale_code, COMPILED)))
-    safe = tl.where(scale == 0.0, 1.0, scale)
-    reciprocal = keep(1.0 / safe)
-    codes = encode_e2m1(_quotient(groups, -safe[None, :, :], reciprocal[None, :, :]))
-    return tl.where((scale == 0.0)[None, :, :], 0, codes), scale_code
+    code, scale = _nvfp4_scale(magnitude(keep(tl.max(magnitude(groups), 0).to(tl.float32, bitcast=True))))
+    scale = keep(scale)
+    divisor = tl.where(scale == 0.0, 1.0, scale)
+    codes = encode_e2m1(_quotient(groups, -divisor[None, :, :], keep(_reciprocal(divisor))[None, :, :]))
+    return tl.where((scale == 0.0)[None, :, :], 0, codes), code
+
+
+@triton.jit
+def nvfp4_rows(x, R: tl.constexpr, W: tl.constexpr):
+    """E2M1 codes (int32) of x [R, W] with a scale per 16 columns: codes, UE4M3 codes and scales [R, W / 16].
+
+    Groups of scale zero have codes still to be cleared.
+    """
+    groups = tl.reshape(x, (R, W // 16, 16))
+    code, scale = _nvfp4_scale(tl.max(magnitude(groups), 2))
+    divisor = tl.where(scale == 0.0, 1.0, scale)
+    codes = encode_e2m1(_quotient(groups, -divisor[:, :, None], _reciprocal(divisor)[:, :, None]))
+    return tl.reshape(codes, (R, W)), code, scale
 
 
 @triton.jit
@@ -377,10 +415,9 @@ def _larger(a, b):
 
 
 @triton.jit
-def over_blocks(m, R: tl.constexpr, BLOCK: tl.constexpr):
-    """Maximum of every BLOCK consecutive entries of m [R], for each of them: int32 [R]."""
-    top = tl.max(tl.reshape(m, (R // BLOCK, BLOCK)), 1)
-    return tl.reshape(tl.broadcast_to(top[:, None], (R // BLOCK, BLOCK)), (R,))
+def over_tile(m):
+    """Maximum of m, for each of its entries."""
+    return tl.zeros(m.shape, tl.int32) + tl.max(m, 0)
 
 
 @triton.jit

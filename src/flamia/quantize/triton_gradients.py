@@ -22,7 +22,6 @@ from flamia.documents import Documents, column_capacity
 from flamia.plan import Plan
 from flamia.quantize.payloads import E4M3Payload, NVFP4Columns, NVFP4Rows, Payload, backward_specs
 from flamia.quantize.triton_formats import (
-    COMPILED,
     E4M3_EMAX,
     E4M3_LIMIT,
     EXACT,
@@ -32,14 +31,14 @@ from flamia.quantize.triton_formats import (
     ceil_log2,
     column_token,
     decode_e2m1,
-    decode_e4m3,
-    e8m0_exponent,
     e4m3_values,
+    e8m0_exponent,
     exp2_exact,
     from_quarters,
     magnitude,
-    nvfp4,
-    over_blocks,
+    nibble_words,
+    nvfp4_rows,
+    over_tile,
     pow2,
     tile_amax,
     tree_sum,
@@ -47,19 +46,20 @@ from flamia.quantize.triton_formats import (
 from flamia.quantize.triton_lists import owner_of
 from flamia.quantize.triton_operands import (
     ORDERS,
+    ROWS,
     check_tensor,
+    chunk_warps,
     chunk_width,
     chunk_words,
+    join_chunks,
     load_chunks,
-    nvfp4_column_chunk,
-    pack_groups,
     store_columns,
+    store_nvfp4_columns,
     store_rows,
-    tile_words,
+    widen,
 )
-from flamia.worklists import UNBOUNDED, WorkLists
+from flamia.worklists import GROUP, UNBOUNDED, WorkLists
 
-_WARPS = 4  # per program of up to 128 channels
 _SCAN = 1024
 
 
@@ -95,6 +95,20 @@ class Gradients:
 
 
 @triton.jit
+def _powers(lse2_ptr, row_max_ptr, ratio_ptr, inverse_ptr, valid, GROUP: tl.constexpr):
+    """2^(row reference - lse) of a group's rows and its inverse, 0 where a row sees no key.
+
+    Each by one thread: in the steps all threads of a row would repeat the FP64 work.
+    """
+    i = tl.arange(0, GROUP)
+    lse2 = tl.load(lse2_ptr + i, i < valid, float("-inf"))
+    reference = tl.load(row_max_ptr + i, i < valid, 0.0)
+    unseen = lse2 == float("-inf")
+    tl.store(ratio_ptr + i, tl.where(unseen, 0.0, exp2_exact(reference - lse2)), i < valid)
+    tl.store(inverse_ptr + i, tl.where(unseen, 0.0, exp2_exact(lse2 - reference)), i < valid)
+
+
+@triton.jit
 def _products(words, back, o, R: tl.constexpr, W: tl.constexpr):
     """Products of the dequantized values of one chunk's words with o."""
     v0, v1, v2, v3 = e4m3_values(words)
@@ -102,13 +116,15 @@ def _products(words, back, o, R: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def _four(x, o, scale, back, rows_ptr, scales_ptr, row_mask, R: tl.constexpr, W: tl.constexpr):
-    """Store one chunk's NVFP4 codes with the second level of its rows; returns the products with o."""
-    codes, scale_codes = nvfp4(tl.permute(tl.reshape(x * scale, (R, W // 16, 16)), (2, 0, 1)))
-    tl.store(rows_ptr, pack_groups(codes, R, W // 16), row_mask)
-    tl.store(scales_ptr, scale_codes, row_mask)
-    values = decode_e2m1(codes) * decode_e4m3(scale_codes, COMPILED)[None, :, :]
-    return tl.reshape(tl.permute(values, (1, 2, 0)), (R, W)) * back * o
+def _four(x, o, back, R: tl.constexpr, W: tl.constexpr):
+    """NVFP4 of a scaled chunk: code words [R, W / 8], scale codes [R, W / 16], dequantized values times o."""
+    codes, scale_codes, scale = nvfp4_rows(x, R, W)
+    codes = tl.reshape(codes, (R, W // 16, 16))
+    codes = tl.where((scale == 0.0)[:, :, None], 0, codes)
+    # A NaN scale decodes to NaN, whatever the codes.
+    factor, _, _, _ = e4m3_values(scale_codes)
+    values = tl.reshape(decode_e2m1(codes) * factor[:, :, None], (R, W))
+    return nibble_words(tl.reshape(codes, (R, W)), R, W), scale_codes, values * back * o
 
 
 @triton.jit(
@@ -123,16 +139,16 @@ def _gradient_kernel(
     lost_slope, HEADS: tl.constexpr, RATIO: tl.constexpr, D: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
     FOLDED: tl.constexpr, PER_TOKEN: tl.constexpr, FOUR: tl.constexpr, WITH_COLUMNS: tl.constexpr,
     ORDER: tl.constexpr, DLSE: tl.constexpr, CAUSAL: tl.constexpr, OUTSIDE: tl.constexpr, CLEAR: tl.constexpr,
-    TARGET: tl.constexpr,
+    TARGET: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
+    CHUNKS: tl.constexpr = D // W
     head = tl.program_id(0) % HEADS
     group = groups_ptr + (tl.program_id(0) // HEADS) * 6
     first, valid, rows = tl.load(group), tl.load(group + 1), tl.load(group + 2)
     document, column, width = tl.load(group + 3), tl.load(group + 4), tl.load(group + 5)
     capacity = capacity_blocks.to(tl.int64) * 32
     r = tl.arange(0, R)
-    d = tl.arange(0, W)
-    channel = (head * D + d).to(tl.int64)[:, None]
+    channels = head.to(tl.int64) * D
     table = head.to(tl.int64) * total + first
     exists = document >= 0
     if FOUR:
@@ -148,28 +164,36 @@ def _gradient_kernel(
     dlse_top = tl.zeros((R,), tl.int32)
     e_top = tl.full((R,), -1000, tl.int32)
 
+    d_row = tl.arange(0, W)[None, :]
+    order = column_token(r, ORDER)
+    start = (first + order).to(tl.int64)[:, None]
+    do_source = do_ptr + head.to(tl.int64) * do_head + start * do_token + d_row
+    o_source = o_ptr + head.to(tl.int64) * o_head + start * o_token + d_row
+    n0, n1, n2, n3 = load_chunks(do_source, (order < valid)[:, None], R, W, D)
+    if FOLDED:
+        # These wait where b and the addends go in the end.
+        _powers(lse2_ptr + table, row_max_ptr + table, b_ptr + table, addend_ptr + table, valid, GROUP)
+        tl.debug_barrier()
+        next_ratio = tl.load(b_ptr + table + order, order < valid, 0.0)
     for step in range(0, width, R):
-        position = step + r // 32 * 32 + column_token(r % 32, ORDER)
+        position = step + order
         token = first + position
         inside = position < valid
         written = position < rows
-        loads, row_mask = inside[:, None], written[:, None]
-        d_row = d[None, :]
-        x0, x1, x2, x3 = load_chunks(
-            do_ptr + head.to(tl.int64) * do_head + token.to(tl.int64)[:, None] * do_token + d_row, loads, R, W, D
-        )
-        o0, o1, o2, o3 = load_chunks(
-            o_ptr + head.to(tl.int64) * o_head + token.to(tl.int64)[:, None] * o_token + d_row, loads, R, W, D
-        )
+        row_mask = written[:, None]
+        o0, o1, o2, o3 = load_chunks(o_source, inside[:, None], R, W, D)
+        x0, x1, x2, x3 = widen(n0, n1, n2, n3)
+        # The next step's rows are on their way while this one is worked on.
+        do_source += R * do_token
+        o_source += R * o_token
+        n0, n1, n2, n3 = load_chunks(do_source, (position + R < valid)[:, None], R, W, D)
         norm = tree_sum(tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3), R, W, D)
         tl.store(norm_ptr + table + position, norm, written)
         norm_top = tl.maximum(norm_top, bits(norm))
-        if FOLDED or DLSE:
-            lse2 = tl.load(lse2_ptr + table + position, inside, float("-inf"))
-            unseen = lse2 == float("-inf")
         if FOLDED:
-            reference = tl.load(row_max_ptr + table + position, inside, 0.0)
-            ratio = tl.where(unseen, 0.0, exp2_exact(reference - lse2))
+            ratio = next_ratio
+            next_ratio = tl.load(b_ptr + table + position + R, position + R < valid, 0.0)
+            inverse = tl.load(addend_ptr + table + position, inside, 0.0)
             x0, x1 = x0 * ratio[:, None], x1 * ratio[:, None]
             x2, x3 = x2 * ratio[:, None], x3 * ratio[:, None]
         amax = tile_amax(x0, x1, x2, x3, R)
@@ -180,54 +204,42 @@ def _gradient_kernel(
             e = e8m0_exponent(amax, NVFP4_EMAX, NVFP4_LIMIT)
             tl.store(exponents_ptr + table + position, (e + 127).to(tl.uint8), written)
             scale, back = pow2(-e)[:, None], pow2(e)[:, None]
-            half = codes_ptr + row // 2 + tl.arange(0, W // 2)[None, :]
-            scales = scales_ptr + row // 16 + tl.arange(0, W // 16)[None, :]
-            p0 = _four(x0, o0, scale, back, half, scales, row_mask, R, W)
-            p1 = _four(x1, o1, scale, back, half + W // 2, scales + W // 16, row_mask, R, W)
-            p2, p3 = x2, x3
-            if D > 2 * W:
-                p2 = _four(x2, o2, scale, back, half + W, scales + W // 8, row_mask, R, W)
-            if D > 3 * W:
-                p3 = _four(x3, o3, scale, back, half + 3 * W // 2, scales + 3 * W // 16, row_mask, R, W)
-            half = columns_ptr + channel * (capacity // 2) + place // 2 + tl.arange(0, R // 2)[None, :]
-            scales = column_scales_ptr + channel * (capacity // 16) + place // 16 + tl.arange(0, R // 16)[None, :]
-            mask = (step + 32 * tl.arange(0, R // 32) < width)[None, :]
-            nvfp4_column_chunk(x0 * document_scale, half, scales, mask, R, W)
-            half += W * (capacity // 2)
-            scales += W * (capacity // 16)
-            nvfp4_column_chunk(x1 * document_scale, half, scales, mask, R, W)
-            if D > 2 * W:
-                half += W * (capacity // 2)
-                scales += W * (capacity // 16)
-                nvfp4_column_chunk(x2 * document_scale, half, scales, mask, R, W)
-            if D > 3 * W:
-                half += W * (capacity // 2)
-                scales += W * (capacity // 16)
-                nvfp4_column_chunk(x3 * document_scale, half, scales, mask, R, W)
+            w0, s0, p0 = _four(x0 * scale, o0, back, R, W)
+            w1, s1, p1 = _four(x1 * scale, o1, back, R, W)
+            w2, s2, p2, w3, s3, p3 = w0, s0, x2, w1, s1, x3
+            if CHUNKS > 2:
+                w2, s2, p2 = _four(x2 * scale, o2, back, R, W)
+                w3, s3, p3 = _four(x3 * scale, o3, back, R, W)
+            store_rows(join_chunks(w0, w1, w2, w3, CHUNKS), codes_ptr + row // 8, row_mask, D // 8)
+            store_rows(join_chunks(s0, s1, s2, s3, CHUNKS), scales_ptr + row // 16, row_mask, D // 16)
+            codes = columns_ptr + channels * (capacity // 2) + place // 2
+            scales = column_scales_ptr + channels * (capacity // 16) + place // 16
+            store_nvfp4_columns(
+                x0 * document_scale, x1 * document_scale, x2 * document_scale, x3 * document_scale, codes, scales,
+                capacity, R, W, D,
+            )  # fmt: skip
         else:
-            shared = amax if PER_TOKEN else over_blocks(amax, R, 32)
-            e = e8m0_exponent(shared, E4M3_EMAX, E4M3_LIMIT)
+            e = e8m0_exponent(amax if PER_TOKEN else over_tile(amax), E4M3_EMAX, E4M3_LIMIT)
             tl.store(exponents_ptr + table + position, tl.where(inside, e + 127, 0).to(tl.uint8), written)
             scale, back = pow2(-e)[:, None], pow2(e)[:, None]
             w0, w1 = chunk_words(x0 * scale, R, W), chunk_words(x1 * scale, R, W)
             p0, p1 = _products(w0, back, o0, R, W), _products(w1, back, o1, R, W)
             w2, w3, p2, p3 = w0, w1, x2, x3
-            if D > 2 * W:
+            if CHUNKS > 2:
                 w2, w3 = chunk_words(x2 * scale, R, W), chunk_words(x3 * scale, R, W)
                 p2, p3 = _products(w2, back, o2, R, W), _products(w3, back, o3, R, W)
-            words = tile_words(w0, w1, w2, w3, R, W, D)
-            store_rows(words, codes_ptr + row // 4, row_mask, D)
+            words = join_chunks(w0, w1, w2, w3, CHUNKS)
+            store_rows(words, codes_ptr + row // 4, row_mask, D // 4)
             if WITH_COLUMNS:
-                stride = capacity // 4
-                columns = columns_ptr + head * D * stride + place // 4
-                store_columns(words, columns, stride, (width - step) // 32, D)
+                store_columns(words, columns_ptr + channels * (capacity // 4) + place // 4, capacity // 4, D)
 
         delta = tree_sum(p0, p1, p2, p3, R, W, D)
         if FOLDED:
-            delta = delta * tl.where(unseen, 0.0, exp2_exact(lse2 - reference))
+            delta = delta * inverse
         loss = tl.zeros((R,), tl.float32)
         if DLSE:
             # lse is the constant -inf where a row sees no key: whatever gradient arrives there is dropped.
+            unseen = tl.load(lse2_ptr + table + position, inside, float("-inf")) == float("-inf")
             loss = tl.where(unseen, 0.0, tl.load(dlse_ptr + table + position, inside, 0.0))
             delta = delta - loss
             dlse_top = tl.maximum(dlse_top, magnitude(loss))
@@ -252,13 +264,12 @@ def _gradient_kernel(
         if CLEAR:
             zero = tl.zeros((R, W), accumulator_ptr.dtype.element_ty)
             spot = accumulator_ptr + (head * capacity + place + r)[:, None] * D + d_row
-            wide = (step + r < width)[:, None]
-            tl.store(spot, zero, wide)
-            tl.store(spot + W, zero, wide)
+            tl.store(spot, zero)
+            tl.store(spot + W, zero)
             if D > 2 * W:
-                tl.store(spot + 2 * W, zero, wide)
+                tl.store(spot + 2 * W, zero)
             if D > 3 * W:
-                tl.store(spot + 3 * W, zero, wide)
+                tl.store(spot + 3 * W, zero)
 
     # The document's first group writes its exponent (an empty document has none and keeps the zeros').
     if FOUR:  # noqa: SIM102 (compile time and run time)
@@ -309,7 +320,7 @@ def _document_maxima_kernel(
     for step in range(0, valid, R):
         token = first + step + r
         pointer = x_ptr + head.to(tl.int64) * head_stride + token.to(tl.int64)[:, None] * token_stride + d[None, :]
-        x0, x1, x2, x3 = load_chunks(pointer, (step + r < valid)[:, None], R, W, D)
+        x0, x1, x2, x3 = widen(*load_chunks(pointer, (step + r < valid)[:, None], R, W, D))
         top = tl.maximum(top, tile_amax(x0, x1, x2, x3, R))
     if document >= 0:
         tl.atomic_max(maxima_ptr + head * documents + document, tl.max(top, 0), sem="relaxed")
@@ -422,7 +433,8 @@ def quantize_gradient(
         columns4.exponents.fill_(1)
         made: dict[str, Payload] = {names[NVFP4Rows]: rows4, names[NVFP4Columns]: columns4}
         outputs = (
-            rows4.codes, rows4.scales, rows4.exponents, columns4.codes, columns4.scales, columns4.exponents,
+            rows4.codes.view(torch.int32), rows4.scales, rows4.exponents,
+            columns4.codes, columns4.scales, columns4.exponents,
         )  # fmt: skip
     else:
         eight = E4M3Payload(new(total, heads, dim), new(heads, total), new(heads, dim, capacity) if columns else new(0))
@@ -453,10 +465,7 @@ def quantize_gradient(
     if grid[0] == 0:
         return result
     maxima = zeros.view(torch.int32)
-    # Rows per step: as few as still let every thread read 16 bytes of a chunk.
-    width = chunk_width(dim)
-    warps = _WARPS if dim <= 128 else 2 * _WARPS
-    common = dict(HEADS=heads, D=dim, W=width, R=max(32, warps * 256 // width), num_warps=warps)
+    common = dict(HEADS=heads, D=dim, W=chunk_width(dim), R=ROWS, num_warps=chunk_warps(dim))
     if four:
         _document_maxima_kernel[grid](do, do.stride(0), do.stride(1), groups, maxima[2], count, **common, **EXACT)
     _gradient_kernel[grid](
@@ -468,6 +477,6 @@ def quantize_gradient(
         RATIO=plan.ratio, FOLDED=folded, PER_TOKEN=plan.per_token or folded, FOUR=four,
         WITH_COLUMNS=columns and not four, ORDER=ORDERS["mma"] if columns and not four else 0, DLSE=dlse is not None,
         CAUSAL=causal, OUTSIDE=bool(recipe.exact_operands), CLEAR=True, TARGET=ACCUMULATOR_TARGET[recipe.format],
-        **common, **EXACT,
+        GROUP=GROUP, **common, **EXACT,
     )  # fmt: skip
     return result

@@ -1,9 +1,9 @@
 """One launch per forward operand: q, k or v read once, every payload of the plan written (paper 3.5.1).
 
-Twins: ``quantize.reference.prepare``, ``token_amax`` and the payload makers. A program works on 64 consecutive
-positions of the padded column layout of one head, two blocks of 32 tokens that may belong to two documents. Its rows
-are the tokens in the order of the column payload, so that the transposed copy is a plain transpose; every statistic is
-over whole blocks and does not see the order.
+Twins: ``quantize.reference.prepare``, ``token_amax`` and the payload makers. A program works on one block of 32
+tokens of a document and one head. Its rows are the tokens in the order of the column payload, so that the transposed
+copy is a plain transpose; every statistic is over whole blocks and does not see the order. Small programs, because what
+counts is how many of them have loads under way.
 """
 
 # Kernels take pointers and tiles, which have no Python types.
@@ -33,8 +33,10 @@ from flamia.quantize.triton_formats import (
     e8m0_exponent,
     encode_e2m1,
     hadamard,
-    nvfp4,
-    over_blocks,
+    nibble_words,
+    nvfp4_columns,
+    nvfp4_rows,
+    over_tile,
     pow2,
     quarters,
     tile_amax,
@@ -44,8 +46,7 @@ from flamia.worklists import TokenTables
 
 ORDERS = {None: 0, "natural": 0, "mma": 1, "pairs": 2}
 HEAD_DIMS = (32, 64, 96, 128, 256)
-ROWS = 64  # positions per program
-WARPS = 4  # per program of up to 128 channels
+ROWS = 32  # tokens of a tile, a block
 
 
 def chunk_width(head_dim: int) -> int:
@@ -53,18 +54,29 @@ def chunk_width(head_dim: int) -> int:
     return {32: 16, 64: 16, 96: 32, 128: 32, 256: 64}[head_dim]
 
 
+def chunk_warps(head_dim: int) -> int:
+    """Warps for which every thread holds 8 columns, 16 bytes, of one row of each chunk."""
+    return chunk_width(head_dim) // 8
+
+
 @triton.jit
 def load_chunks(pointer, mask, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
-    """A tile of BF16 or FP16 rows in FP32 chunks; pointer [R, W] at chunk 0, mask [R, 1]."""
-    x0 = tl.load(pointer, mask, 0.0).to(tl.float32)
-    x1 = tl.load(pointer + W, mask, 0.0).to(tl.float32)
-    x2 = tl.zeros((R, W), tl.float32)
+    """A tile of BF16 or FP16 rows in chunks; pointer [R, W] at chunk 0, mask [R, 1]."""
+    x0 = tl.load(pointer, mask, 0.0)
+    x1 = tl.load(pointer + W, mask, 0.0)
+    x2 = tl.zeros((R, W), pointer.dtype.element_ty)
     x3 = x2
     if D > 2 * W:
-        x2 = tl.load(pointer + 2 * W, mask, 0.0).to(tl.float32)
+        x2 = tl.load(pointer + 2 * W, mask, 0.0)
     if D > 3 * W:
-        x3 = tl.load(pointer + 3 * W, mask, 0.0).to(tl.float32)
+        x3 = tl.load(pointer + 3 * W, mask, 0.0)
     return x0, x1, x2, x3
+
+
+@triton.jit
+def widen(x0, x1, x2, x3):
+    """Chunks in FP32."""
+    return x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
 
 
 @triton.jit
@@ -75,28 +87,28 @@ def chunk_words(x, R: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def tile_words(w0, w1, w2, w3, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
-    """Words of all chunks, int32 [R, D / 4] (32 of them at D = 96)."""
-    if D == 2 * W:
-        return tl.reshape(tl.permute(tl.join(w0, w1), (0, 2, 1)), (R, W // 2))
+def join_chunks(w0, w1, w2, w3, CHUNKS: tl.constexpr):
+    """Parts [R, P] of the chunks of a tile side by side: [R, 2 P] or, for three chunks too, [R, 4 P]."""
+    R: tl.constexpr = w0.shape[0]
+    P: tl.constexpr = w0.shape[1]
+    if CHUNKS == 2:
+        return tl.reshape(tl.permute(tl.join(w0, w1), (0, 2, 1)), (R, 2 * P))
     else:
-        words = tl.permute(tl.join(tl.join(w0, w1), tl.join(w2, w3)), (0, 3, 2, 1))
-        return tl.reshape(words, (R, W))
+        return tl.reshape(tl.permute(tl.join(tl.join(w0, w1), tl.join(w2, w3)), (0, 3, 2, 1)), (R, 4 * P))
 
 
 @triton.jit
-def store_rows(words, pointer, mask, D: tl.constexpr):
-    """Words [R, D / 4] at pointer [R, 1], int32; mask [R, 1]."""
-    q = tl.arange(0, words.shape[1])[None, :]
-    tl.store(pointer + q, words, mask & (4 * q < D))
+def store_rows(x, pointer, mask, N: tl.constexpr):
+    """The first N columns of a tile at pointer [R, 1]; mask [R, 1]."""
+    i = tl.arange(0, x.shape[1])[None, :]
+    tl.store(pointer + i, x.to(pointer.dtype.element_ty), mask & (i < N))
 
 
 @triton.jit
-def store_columns(words, pointer, stride, blocks, D: tl.constexpr):
+def store_columns(words, pointer, stride, D: tl.constexpr):
     """Transposed copy of the words [R, D / 4] of a tile.
 
-    pointer: int32, at the first channel and position; stride: words between channels, int64; blocks: of 32 positions
-    that exist from there on.
+    pointer: int32, at the first channel and position; stride: words between channels, int64.
     """
     R: tl.constexpr = words.shape[0]
     Q: tl.constexpr = words.shape[1]
@@ -104,9 +116,9 @@ def store_columns(words, pointer, stride, blocks, D: tl.constexpr):
     t0, t2 = tl.split(even)
     t1, t3 = tl.split(odd)
     c0, c1, c2, c3 = transpose_bytes(t0, t1, t2, t3)
-    q, r = tl.arange(0, Q)[:, None], tl.arange(0, R // 4)[None, :]
-    mask = (r // 8 < blocks) & (4 * q < D)
-    pointer += 4 * q * stride + r
+    q = tl.arange(0, Q)[:, None]
+    mask = 4 * q < D
+    pointer += 4 * q * stride + tl.arange(0, R // 4)[None, :]
     tl.store(pointer, c0, mask)
     tl.store(pointer + stride, c1, mask)
     tl.store(pointer + 2 * stride, c2, mask)
@@ -114,10 +126,11 @@ def store_columns(words, pointer, stride, blocks, D: tl.constexpr):
 
 
 @triton.jit
-def pack_rows(codes, R: tl.constexpr, W: tl.constexpr):
-    """Codes 0..15 [R, W] -> bytes [R, W / 2], even column low."""
-    low, high = tl.split(tl.reshape(codes, (R, W // 2, 2)))
-    return (low | (high << 4)).to(tl.uint8)
+def _nvfp4_words(x, R: tl.constexpr, W: tl.constexpr):
+    """NVFP4 along the columns of a chunk: codes in words [R, W / 8], scales [R, W / 16]."""
+    codes, scale_codes, scale = nvfp4_rows(x, R, W)
+    zero = tl.broadcast_to((scale == 0.0)[:, :, None], (R, W // 16, 2))
+    return tl.where(tl.reshape(zero, (R, W // 8)), 0, nibble_words(codes, R, W)), scale_codes
 
 
 @triton.jit
@@ -129,32 +142,33 @@ def pack_groups(codes, A: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def nvfp4_row_chunk(x, pointer, scale_pointer, mask, R: tl.constexpr, W: tl.constexpr):
-    """NVFP4 along the columns of one chunk [R, W]: bytes at pointer [R, W / 2], scales at scale_pointer [R, W / 16]."""
-    codes, scales = nvfp4(tl.permute(tl.reshape(x, (R, W // 16, 16)), (2, 0, 1)))
-    tl.store(pointer, pack_groups(codes, R, W // 16), mask)
-    tl.store(scale_pointer, scales, mask)
+def nvfp4_column_chunk(x, pointer, scale_pointer, R: tl.constexpr, W: tl.constexpr):
+    """NVFP4 along the rows of one chunk [R, W]: bytes at pointer [W, R / 2], scales at scale_pointer [W, R / 16]."""
+    codes, scales = nvfp4_columns(tl.permute(tl.reshape(x, (R // 16, 16, W)), (1, 2, 0)))
+    tl.store(pointer, pack_groups(codes, W, R // 16))
+    tl.store(scale_pointer, scales.to(tl.uint8))
 
 
 @triton.jit
-def nvfp4_column_chunk(x, pointer, scale_pointer, mask, R: tl.constexpr, W: tl.constexpr):
-    """NVFP4 along the rows of one chunk [R, W]: bytes at pointer [W, R / 2], scales at scale_pointer [W, R / 16].
-
-    mask: positions to write [1, R / 32].
-    """
-    codes, scales = nvfp4(tl.permute(tl.reshape(x, (R // 16, 16, W)), (1, 2, 0)))
-    wide = tl.reshape(tl.broadcast_to(mask[:, :, None], (1, R // 32, 16)), (1, R // 2))
-    tl.store(pointer, pack_groups(codes, W, R // 16), wide)
-    few = tl.reshape(tl.broadcast_to(mask[:, :, None], (1, R // 32, 2)), (1, R // 16))
-    tl.store(scale_pointer, scales, few)
+def store_nvfp4_columns(
+    x0, x1, x2, x3, pointer, scale_pointer, capacity, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """NVFP4 along the rows of a tile; the pointers at its first channel and position, capacity: C, int64."""
+    channel = tl.arange(0, W)[:, None]
+    pointer += channel * (capacity // 2) + tl.arange(0, R // 2)[None, :]
+    scale_pointer += channel * (capacity // 16) + tl.arange(0, R // 16)[None, :]
+    nvfp4_column_chunk(x0, pointer, scale_pointer, R, W)
+    nvfp4_column_chunk(x1, pointer + W * (capacity // 2), scale_pointer + W * (capacity // 16), R, W)
+    if D > 2 * W:
+        nvfp4_column_chunk(x2, pointer + W * capacity, scale_pointer + W * (capacity // 8), R, W)
+    if D > 3 * W:
+        nvfp4_column_chunk(x3, pointer + 3 * W * (capacity // 2), scale_pointer + 3 * W * (capacity // 16), R, W)
 
 
 @triton.jit
-def e2m1_row_chunk(x, scale, pointer, mask, R: tl.constexpr, W: tl.constexpr):
-    """E2M1 codes of x times scale [R, 1], packed, at pointer [R, W / 2]."""
-    codes = encode_e2m1(x * scale)
-    bad = tl.broadcast_to(scale != scale, (R, W))
-    tl.store(pointer, pack_rows(tl.where(bad, 0, codes), R, W), mask)
+def _e2m1_words(x, scale, R: tl.constexpr, W: tl.constexpr):
+    """E2M1 codes of a chunk times scale [R, 1] in words [R, W / 8]."""
+    return tl.where(scale != scale, 0, nibble_words(encode_e2m1(x * scale), R, W))
 
 
 @triton.jit(do_not_specialize=["total", "capacity_blocks", "documents"], do_not_specialize_on_alignment=["maxima_ptr"])
@@ -166,87 +180,70 @@ def _operand_kernel(
     EIGHT: tl.constexpr, PER_TOKEN: tl.constexpr, WITH_COLUMNS: tl.constexpr, ORDER: tl.constexpr,
     ROWS4: tl.constexpr, COLUMNS4: tl.constexpr, TOKENS4: tl.constexpr, AMAX: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
+    CHUNKS: tl.constexpr = D // W
     head = tl.program_id(0) % HEADS
-    tile = tl.program_id(0) // HEADS
-    r = tl.arange(0, R)
-    d = tl.arange(0, W)
-    block = tile * (R // 32) + r // 32
-    block_exists = block < capacity_blocks
-    first = tl.load(blocks_ptr + block * 4, block_exists, 0)
-    valid = tl.load(blocks_ptr + block * 4 + 1, block_exists, 0)
-    rows = tl.load(blocks_ptr + block * 4 + 2, block_exists, 0)
-    position = column_token(r % 32, ORDER)
+    block = tl.program_id(0) // HEADS
+    first, valid = tl.load(blocks_ptr + block * 4), tl.load(blocks_ptr + block * 4 + 1)
+    rows, document = tl.load(blocks_ptr + block * 4 + 2), tl.load(blocks_ptr + block * 4 + 3)
+    position = column_token(tl.arange(0, R), ORDER)
     token = first + position
-    inside = position < valid
-    written = position < rows
+    inside, written = position < valid, position < rows
     row_mask = written[:, None]
+    capacity = capacity_blocks.to(tl.int64) * 32
 
-    pointer = x_ptr + head.to(tl.int64) * head_stride + token.to(tl.int64)[:, None] * token_stride + d[None, :]
-    x0, x1, x2, x3 = load_chunks(pointer, inside[:, None], R, W, D)
+    d = tl.arange(0, W)[None, :]
+    source = x_ptr + head.to(tl.int64) * head_stride + token.to(tl.int64)[:, None] * token_stride + d
+    x0, x1, x2, x3 = widen(*load_chunks(source, inside[:, None], R, W, D))
     if ROTATE:
         x0, x1, x2, x3 = hadamard(x0, x1, x2, x3, R, W, D)
 
-    # Elements before this row in a [T, heads, D] buffer and before this tile in a [heads, D, C] one.
+    # Elements before this row in a [T, heads, D] buffer and before this head's channels in a [heads, D, C] one.
     row = token.to(tl.int64)[:, None] * (HEADS * D) + head * D
     table = head.to(tl.int64) * total + token
-    capacity = capacity_blocks.to(tl.int64) * 32
-    channel = (head * D + d).to(tl.int64)[:, None]
+    channels = head.to(tl.int64) * D
 
     amax = tile_amax(x0, x1, x2, x3, R)
     if AMAX:
         tl.store(amax_ptr + table, amax.to(tl.float32, bitcast=True), written)
-        top = tl.max(tl.reshape(amax, (R // 32, 32)), 1)
-        blocks = tile * (R // 32) + tl.arange(0, R // 32)
-        exists = blocks < capacity_blocks
-        document = tl.load(blocks_ptr + blocks * 4 + 3, exists, -1)
-        tl.atomic_max(maxima_ptr + head * documents + document, top, exists & (document >= 0), sem="relaxed")
+        largest = maxima_ptr + head * documents + document
+        tl.atomic_max(largest, tl.max(amax, 0), document >= 0, sem="relaxed")
     if EIGHT:
-        shared = amax if PER_TOKEN else over_blocks(amax, R, 32)
-        e = tl.maximum(e8m0_exponent(shared, E4M3_EMAX, E4M3_LIMIT), LEAST)
-        code = tl.where(inside, e + 127, 0).to(tl.uint8)
-        tl.store(exponents_ptr + table, code, written)
+        e = e8m0_exponent(amax if PER_TOKEN else over_tile(amax), E4M3_EMAX, E4M3_LIMIT)
+        e = tl.maximum(e, LEAST)
+        tl.store(exponents_ptr + table, tl.where(inside, e + 127, 0).to(tl.uint8), written)
         scale = pow2(-e)[:, None]
         w0, w1 = chunk_words(x0 * scale, R, W), chunk_words(x1 * scale, R, W)
         w2, w3 = w0, w1
-        if D > 2 * W:
+        if CHUNKS > 2:
             w2, w3 = chunk_words(x2 * scale, R, W), chunk_words(x3 * scale, R, W)
-        words = tile_words(w0, w1, w2, w3, R, W, D)
-        store_rows(words, codes_ptr + row // 4, row_mask, D)
+        words = join_chunks(w0, w1, w2, w3, CHUNKS)
+        store_rows(words, codes_ptr + row // 4, row_mask, D // 4)
         if WITH_COLUMNS:
-            stride = capacity // 4
-            columns = columns_ptr + head * D * stride + tile * (R // 4)
-            store_columns(words, columns, stride, capacity_blocks - tile * (R // 32), D)
+            columns = columns_ptr + channels * (capacity // 4) + block * (R // 4)
+            store_columns(words, columns, capacity // 4, D)
     if TOKENS4:
         e = e8m0_exponent(amax, E2M1_EMAX, E2M1_LIMIT)
         # A row of no document holds zero codes and the exponent of zeros, as in the twin.
         tl.store(token_exponents_ptr + table, (e + 127).to(tl.uint8), written)
-        half = tokens4_ptr + row // 2 + tl.arange(0, W // 2)[None, :]
         scale = pow2(-e)[:, None]
-        e2m1_row_chunk(x0, scale, half, row_mask, R, W)
-        e2m1_row_chunk(x1, scale, half + W // 2, row_mask, R, W)
-        if D > 2 * W:
-            e2m1_row_chunk(x2, scale, half + W, row_mask, R, W)
-        if D > 3 * W:
-            e2m1_row_chunk(x3, scale, half + 3 * W // 2, row_mask, R, W)
+        w0, w1 = _e2m1_words(x0, scale, R, W), _e2m1_words(x1, scale, R, W)
+        w2, w3 = w0, w1
+        if CHUNKS > 2:
+            w2, w3 = _e2m1_words(x2, scale, R, W), _e2m1_words(x3, scale, R, W)
+        store_rows(join_chunks(w0, w1, w2, w3, CHUNKS), tokens4_ptr + row // 8, row_mask, D // 8)
     if ROWS4:
-        half = rows4_ptr + row // 2 + tl.arange(0, W // 2)[None, :]
-        scales = scales4_ptr + row // 16 + tl.arange(0, W // 16)[None, :]
-        nvfp4_row_chunk(x0, half, scales, row_mask, R, W)
-        nvfp4_row_chunk(x1, half + W // 2, scales + W // 16, row_mask, R, W)
-        if D > 2 * W:
-            nvfp4_row_chunk(x2, half + W, scales + W // 8, row_mask, R, W)
-        if D > 3 * W:
-            nvfp4_row_chunk(x3, half + 3 * W // 2, scales + 3 * W // 16, row_mask, R, W)
+        w0, s0 = _nvfp4_words(x0, R, W)
+        w1, s1 = _nvfp4_words(x1, R, W)
+        w2, s2, w3, s3 = w0, s0, w1, s1
+        if CHUNKS > 2:
+            w2, s2 = _nvfp4_words(x2, R, W)
+            w3, s3 = _nvfp4_words(x3, R, W)
+        store_rows(join_chunks(w0, w1, w2, w3, CHUNKS), rows4_ptr + row // 8, row_mask, D // 8)
+        store_rows(join_chunks(s0, s1, s2, s3, CHUNKS), scales4_ptr + row // 16, row_mask, D // 16)
     if COLUMNS4:
-        half = columns4_ptr + channel * (capacity // 2) + tile * (R // 2) + tl.arange(0, R // 2)[None, :]
-        scales = column_scales4_ptr + channel * (capacity // 16) + tile * (R // 16) + tl.arange(0, R // 16)[None, :]
-        mask = (tile * (R // 32) + tl.arange(0, R // 32) < capacity_blocks)[None, :]
-        nvfp4_column_chunk(x0, half, scales, mask, R, W)
-        nvfp4_column_chunk(x1, half + W * (capacity // 2), scales + W * (capacity // 16), mask, R, W)
-        if D > 2 * W:
-            nvfp4_column_chunk(x2, half + 2 * W * (capacity // 2), scales + 2 * W * (capacity // 16), mask, R, W)
-        if D > 3 * W:
-            nvfp4_column_chunk(x3, half + 3 * W * (capacity // 2), scales + 3 * W * (capacity // 16), mask, R, W)
+        codes = columns4_ptr + channels * (capacity // 2) + block * (R // 2)
+        scales = column_scales4_ptr + channels * (capacity // 16) + block * (R // 16)
+        store_nvfp4_columns(x0, x1, x2, x3, codes, scales, capacity, R, W, D)
 
 
 def check_tensor(name: str, x: Tensor) -> None:
@@ -323,16 +320,14 @@ def quantize_operand(
         raise ValueError("permuted E4M3 columns and NVFP4 columns cannot come from one launch")
 
     if capacity and heads:
-        tiles = triton.cdiv(capacity, ROWS)
-        _operand_kernel[(tiles * heads,)](
-            x, x.stride(0), x.stride(1), tables.blocks, e4m3.codes.view(torch.int32),
-            e4m3.exponents, e4m3.columns.view(torch.int32), nv_rows.codes,
-            nv_rows.scales, nv_columns.codes, nv_columns.scales, tokens.codes, tokens.exponents,
-            amax, table.view(torch.int32), total, capacity // 32, documents,
-            HEADS=heads, D=dim, W=chunk_width(dim), R=ROWS, ROTATE=rotate, EIGHT=eight is not None,
-            PER_TOKEN=per_token, WITH_COLUMNS=eight is not None and eight.columns is not None, ORDER=order,
-            ROWS4=rows4 is not None, COLUMNS4=columns4 is not None, TOKENS4=tokens4 is not None,
-            AMAX=maxima is not None, LEAST=least, num_warps=WARPS if dim <= 128 else 2 * WARPS, **EXACT,
+        _operand_kernel[(capacity // ROWS * heads,)](
+            x, x.stride(0), x.stride(1), tables.blocks, e4m3.codes.view(torch.int32), e4m3.exponents,
+            e4m3.columns.view(torch.int32), nv_rows.codes.view(torch.int32), nv_rows.scales, nv_columns.codes,
+            nv_columns.scales, tokens.codes.view(torch.int32), tokens.exponents, amax, table.view(torch.int32), total,
+            capacity // ROWS, documents, HEADS=heads, D=dim, W=chunk_width(dim), R=ROWS, ROTATE=rotate,
+            EIGHT=eight is not None, PER_TOKEN=per_token, WITH_COLUMNS=eight is not None and eight.columns is not None,
+            ORDER=order, ROWS4=rows4 is not None, COLUMNS4=columns4 is not None, TOKENS4=tokens4 is not None,
+            AMAX=maxima is not None, LEAST=least, num_warps=chunk_warps(dim), **EXACT,
         )  # fmt: skip
     # In the order of the specs, which is that of Payloads.flatten.
     return {spec.name: made[spec.name] for spec in specs}, amax
