@@ -73,6 +73,21 @@ def test_blackwell_tile_adds_the_other_warps():
     assert tile["shared_bytes"] == 8 * 8192
 
 
+def test_what_a_turn_may_skip_is_apart():
+    # the skipped part converts again, as where an exponent changes: it must not make the tile look larger
+    skip = ("@P1 BRA `(.L_x_9)", 1)
+    code = listing([(EX2, 64), (PACK, 32), ("QGMMA.64x128x32 R1, gdesc[UR8]", 1), skip, (PACK, 32)])
+    text = "\n".join(
+        f"        /*00*/ {'@' + i.guard if i.guard else ''} {i.opcode} {i.operands} ;" for i in code.instructions
+    )
+    before, after = text.rsplit("\n        /*00*/ @P0 BRA", 1)
+    code = Code(f".L_x_0:\n{before}\n.L_x_9:\n        /*00*/ @P0 BRA{after}")
+    tile, _ = per_tile(SUBJECT, code, CHIPS["sm_90a"])
+    assert tile["exponentials"] == 8 * 64
+    assert tile["conversion"] == 8 * 32
+    assert tile["skippable"] == 8 * 32
+
+
 def test_report_names_the_lowest_bound():
     binary = Binary("k", HOPPER, 168, 0, 1024, 384, 0, (24, 240))
     report = make_report(SUBJECT, "sm_90a", binary)

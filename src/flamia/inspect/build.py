@@ -56,7 +56,8 @@ def build(function: str, arch: str) -> list[Binary]:
             "FLASH_ATTENTION_ARCH": arch,
             "FLASH_ATTENTION_NUM_SMS": "132" if arch == "sm_90a" else "148",
         }
-        command = [sys.executable, "-m", "flamia.inspect.build", function, arch, name]
+        start = f"from {__name__} import compile_here; import sys; compile_here(*sys.argv[1:])"
+        command = [sys.executable, "-c", start, function, arch, name]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"compiling {function} for {arch} failed:\n{done.stderr.strip()[-2000:]}")
@@ -157,15 +158,12 @@ class _Keep:
         return getattr(self._original, name)
 
 
-def _child(function: str, arch: str, folder: Path) -> None:
+def compile_here(function: str, arch: str, folder: str) -> None:
+    """Compile in this process and leave the binaries in a folder; what ``build`` starts."""
     import importlib
 
     from cutlass import cute
 
-    cute.compile = _Keep(cute.compile, arch, folder)
+    cute.compile = _Keep(cute.compile, arch, Path(folder))
     module, _, name = function.partition(":")
     getattr(importlib.import_module(module), name)(arch)
-
-
-if __name__ == "__main__":
-    _child(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -27,7 +27,8 @@ class Report:
         kernel, arch, chip, peer: what was read. ``registers`` per thread at launch, ``roles`` after setmaxnreg.
         spill_bytes: per thread, of all stores to and loads from local memory. ``stack_bytes`` per thread.
         smem_bytes, threads: per CTA. ``tmem_columns``: allocated, of 512.
-        counts: lanes of each unit per tile, ``shared_bytes``, and ``emulated`` exponentials.
+        counts: lanes of each unit per tile, ``shared_bytes``, ``emulated`` exponentials, ``warp_instructions``, and
+            those that may be skipped (``skippable``) and are in nothing else.
         cycles: per tile and unit. tflops: the bound that each unit puts, with every SM busy.
         bound: the lowest of these. unit: whose it is.
     """
@@ -84,7 +85,7 @@ def make_report(subject: Subject, arch: str, binary: Binary) -> Report:
     unit = min(tflops, key=lambda u: tflops[u])
     local = sum(count([i])["local_bytes"] for i in binary.code.instructions) // 32
     counts = {unit: 32 * tile[unit] for unit in (*UNITS, "emulated")}
-    counts |= {"shared_bytes": tile["shared_bytes"], "warp_instructions": tile["issue"]}
+    counts |= {"shared_bytes": tile["shared_bytes"], "warp_instructions": tile["issue"], "skippable": tile["skippable"]}
     return Report(
         kernel=subject.name,
         arch=arch,
@@ -108,18 +109,19 @@ def make_report(subject: Subject, arch: str, binary: Binary) -> Report:
 def per_tile(subject: Subject, code: Code, chip: Chip) -> tuple[Counter[str], float]:
     """(warp instructions and bytes of one tile, cycles of its tensor-core products).
 
-    The loop that makes the weights counts whole. On Blackwell the loops of other warps are added: the one that issues
-    products, the one that rescales o (what every turn does: rescales are rare) and the one that reduces dQ (one turn
-    of four warps per tile).
+    The loop that makes the weights, and on Blackwell the loops of other warps: the one that issues products, the one
+    that rescales o and the one that reduces dQ (one turn of four warps per tile). What a turn may skip is left out: it
+    is rare in every kernel here (a rescale, an exponent that changes, the mask of an edge), and counted as
+    ``skippable``.
     """
     loop = weights_loop(code.loops)
-    elements = packed(loop.all) / subject.payloads
+    elements = packed(loop.always) / subject.payloads
     turns = TILE * TILE / (32 * elements)  # of one warp
-    total = _scaled(count(loop.all), turns)
-    own = products(loop.all)
+    total = _turns(loop, turns)
+    own = products(loop.always)
     if own:
         mma = sum(n * 2 * macs / chip.mma[bits] for (bits, macs), n in own.items()) * turns / WARPS
-        total["shared_bytes"] += round(operand_bytes(loop.all) * turns / WARPS)
+        total["shared_bytes"] += round(operand_bytes(loop.always) * turns / WARPS)
         return total, mma
     issuer = max(code.loops, key=lambda one: sum(products(one.all).values()))
     issued = products(issuer.all)
@@ -129,15 +131,15 @@ def per_tile(subject: Subject, code: Code, chip: Chip) -> tuple[Counter[str], fl
     share = macs / sum(n * each for (_, each), n in issued.items())  # of a turn
     mma = share * sum(n * 2 * each / chip.mma[bits] for (bits, each), n in issued.items())
     total["shared_bytes"] += round(share * operand_bytes(issuer.all))
-    total += _scaled(count(issuer.always), share)
+    total += _turns(issuer, share)
     for other in code.loops:
         if other in (loop, issuer):
             continue
         inside = count(other.all)
         if any(i.head in _REDUCTIONS for i in other.all):
-            total += _scaled(inside, WARPS)
+            total += _turns(other, WARPS)
         elif inside["columns"] and not inside["exponentials"] and any(i.head == "STTM" for i in other.all):
-            total += _scaled(count(other.always), TILE * subject.head_dim / (32 * inside["columns"]))
+            total += _turns(other, TILE * subject.head_dim / (32 * inside["columns"]))
     return total, mma
 
 
@@ -150,13 +152,16 @@ def weights_loop(loops: Iterable[Loop]) -> Loop:
     """
 
     def masking(loop: Loop) -> float:
-        return sum(i.head in _MASKING for i in loop.always) / packed(loop.all)
+        return sum(i.head in _MASKING for i in loop.always) / packed(loop.always)
 
-    found = [one for one in loops if count(one.all)["exponentials"] >= 8 and packed(one.all)]
+    found = [one for one in loops if count(one.always)["exponentials"] >= 8 and packed(one.always)]
     if not found:
         raise ValueError("code has no loop with exponentials and conversions to narrow floats")
     return min(found, key=masking)
 
 
-def _scaled(counts: Counter[str], factor: float) -> Counter[str]:
-    return Counter({name: round(n * factor) for name, n in counts.items()})
+def _turns(loop: Loop, times: float) -> Counter[str]:
+    """What so many turns count, by name; ``skippable``: warp instructions that they may skip."""
+    counts = count(loop.always)
+    counts["skippable"] = len(loop.sometimes)
+    return Counter({name: round(n * times) for name, n in counts.items()})
