@@ -248,6 +248,19 @@ def test_exact_operands_hide_later_tokens(soft_device):
         assert not torch.equal(x.narrow(dim, 140, 60), y.narrow(dim, 140, 60))
 
 
+def test_claimed_items_give_the_same_bits(soft_device):
+    """Cluster launch control deals a block per item and head; blocks behind the last item do nothing."""
+    case = Case([300, 70, 500], [300, 70, 500], 2, 1, 128, None, 0)
+    dealt = case.run(kernel(soft_device, 128, 2, CAUSAL))
+    grid = 2 * len(case.list.items)
+    claimed = case.run(kernel(soft_device, 128, 2, CAUSAL, dynamic=True), ctas=grid)
+    assert int(case.list.count) < len(case.list.items)
+    started = [n for name, n in soft_device.reports[-1].opcodes.items() if name.startswith("tcgen05.alloc")]
+    assert 0 < sum(started) < grid
+    for x, y in zip(dealt, claimed, strict=True):
+        assert torch.equal(x.nan_to_num(), y.nan_to_num())
+
+
 def test_schedule_order_changes_no_bit(soft_device, soft_device_shuffled):
     case = Case([300, 70], [300, 70], 2, 1, 128, None, 0)
     first = case.run(kernel(soft_device, 128, 2, CAUSAL))

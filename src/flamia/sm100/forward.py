@@ -25,6 +25,7 @@ CORRECTION, LOAD, SCALES, PRODUCTS = 8, 12, 13, 14  # first warp of each role; s
 SOFTMAX_REGISTERS, CORRECTION_REGISTERS, OTHER_REGISTERS = 192, 80, 48
 HALF = TILE // 2  # keys of half a score product
 ONES = 0x7F7F7F7F  # four UE8M0 scales of one
+NO_ITEM = 0x7FFFFFFF
 COLUMNS = 16  # of tensor memory, that correction warps move at a time
 EMULATED = {"sm_100a": 4, "sm_103a": 0}  # pairs of powers of 16 that multiply-adds compute (docs/kernels.md)
 
@@ -37,6 +38,8 @@ class Forward:
         arch: target; sm_103a takes maxima of unmasked tiles with the load of scores, and has powers in plenty.
         p_shift, tau, row_sum: of the recipe. per_token: exponents of k and v differ between the tokens of a block.
         stages: tiles of K and of V in flight.
+        dynamic: blocks claim items by cluster launch control; the grid then has a block per item and head. Otherwise
+            a grid as large as the device deals them in turns.
         emulated: of 16 pairs of powers, those that multiply-adds compute; None: as ``EMULATED`` says.
     """
 
@@ -51,6 +54,7 @@ class Forward:
         tau: float = 4.0,
         row_sum: str = "codes",
         per_token: bool = False,
+        dynamic: bool = False,
         stages: int = 4,
         emulated: int | None = None,
     ) -> None:
@@ -66,7 +70,7 @@ class Forward:
             raise ValueError(f"emulated must be 0 to 16 pairs of 16, got {emulated}")
         # With exponents per token, what the load would compare are not scores yet.
         self.arch, self.load_maxima = arch, arch == "sm_103a" and not per_token
-        self.per_token = per_token
+        self.per_token, self.dynamic = per_token, dynamic
         self.factors = TILE if per_token else softmax.BLOCKS  # of a tile of keys
         self.p_shift, self.tau, self.row_sum = p_shift, tau, row_sum
         self.tensor = TensorMemory(head_dim)
@@ -127,7 +131,12 @@ class Forward:
             o_full: cute.struct.MemRange[Int64, 2]
             f_full: cute.struct.MemRange[Int64, 8]
             f_empty: cute.struct.MemRange[Int64, 8]
+            n_full: cute.struct.MemRange[Int64, 2]
+            n_empty: cute.struct.MemRange[Int64, 2]
+            claimed: cute.struct.MemRange[Int64, 1]
+            next_items: cute.struct.MemRange[Int32, 2]
             tensor_base: Int32
+            claim: cute.struct.Align[cute.struct.MemRange[Int32, 4], 16]
             factors: cute.struct.Align[cute.struct.MemRange[Float32, 2 * TILE], 16]
             k_scales: cute.struct.Align[cute.struct.MemRange[Float32, self.factors * stages], 16]
             v_exponents: cute.struct.Align[cute.struct.MemRange[Uint8, self.factors * stages], 16]
@@ -160,7 +169,7 @@ class Forward:
                 cpasync.prefetch_descriptor(atom)
         storage = SmemAllocator().allocate(self.Storage)
         names = ("q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "v_loaded", "e_full", "e_empty")
-        names += ("s_full", "s_read", "p_full", "o_full", "f_full", "f_empty")
+        names += ("s_full", "s_read", "p_full", "o_full", "f_full", "f_empty", "n_full", "n_empty", "claimed")
         barriers = {name: getattr(storage, name).data_ptr() for name in names}
         if warp == LOAD:
             with cute.arch.elect_one():
@@ -193,7 +202,8 @@ class Forward:
         p_scales = storage.p_scales.get_tensor(cute.make_layout((2, TILE), stride=(TILE, 1)))
         factors = storage.factors.get_tensor(cute.make_layout((2, TILE), stride=(TILE, 1)))
         heads = sources[0].shape[2]
-        work = (tables.count[0] * heads, heads, tables, scalars)
+        claims = (storage.claim.data_ptr(), storage.next_items.get_tensor(cute.make_layout(2)))
+        work = (tables.count[0] * heads, heads, tables, scalars, claims)
         if warp < CORRECTION:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
             self.softmax(warp // 4, keys, p_scales, factors, exponents[0], outputs, work, barriers)
@@ -220,14 +230,15 @@ class Forward:
     def _init_barriers(self, barriers):
         # Arrivals that complete a phase: products commit once, loads once and by bytes, others once per warp.
         counts = dict(q_full=1, q_empty=1, k_full=1, k_empty=1, v_full=2, v_empty=1, v_loaded=1, e_full=1, e_empty=8)
-        counts |= dict(s_full=1, s_read=4, p_full=8, o_full=1, f_full=1, f_empty=1)
+        counts |= dict(s_full=1, s_read=4, p_full=8, o_full=1, f_full=1, f_empty=1, n_full=1, n_empty=14, claimed=1)
         sizes = dict(q_full=2, q_empty=2, s_full=2, s_read=2, p_full=2, o_full=2, f_full=8, f_empty=8)
+        sizes |= dict(n_full=2, n_empty=2, claimed=1)
         for name, count in counts.items():
             for n in range(sizes.get(name, self.stages)):
                 cute.arch.mbarrier_init(barriers[name] + n, count)
 
     def item(self, at, work) -> Item:
-        _, heads, tables, (_, left, right, section) = work
+        _, heads, tables, (_, left, right, section), _ = work
         return item_at(at, heads, self.ratio, section, left, right, tables, self.masks)
 
     @cute.jit
@@ -237,8 +248,8 @@ class Forward:
         mQ, mK, mV = sources
         sQ, sK, sV = shared
         d = self.head_dim
-        turn, tile = Int32(0), Int32(0)
-        at = self._at(turn)
+        turn, tile, queries = Int32(0), Int32(0), Int32(0)
+        at = self.first()
         q_phases = cute.make_rmem_tensor(2, Int32)
         q_phases.fill(1)
         while at < work[0]:
@@ -273,10 +284,50 @@ class Forward:
                 cute.copy(tmaV, tVg[None, j], tVs[None, stage], tma_bar_ptr=arrival)
                 tile += 1
             turn += 1
-            at = self._at(turn)
+            if const_expr(self.dynamic):
+                at, queries = self.claim(turn, queries, work, barriers)
+            else:
+                at = self.following(turn, work, barriers)
 
-    def _at(self, turn):
-        return position(turn, cute.arch.block_idx()[0], cute.arch.grid_dim()[0])
+    def first(self):
+        """A block's first item."""
+        block = cute.arch.block_idx()[0]
+        return block if self.dynamic else position(Int32(0), block, cute.arch.grid_dim()[0])
+
+    @cute.jit
+    def following(self, turn, work, barriers):
+        """The item of a block's ``turn``, 1 and up; past the last one a number that is no item."""
+        at = Int32(0)
+        if const_expr(self.dynamic):
+            slot = turn & 1
+            cute.arch.mbarrier_wait(barriers["n_full"] + slot, ((turn - 1) >> 1) & 1)
+            at = work[4][1][slot]
+            self.release(barriers["n_empty"] + slot)
+        else:
+            at = position(turn, cute.arch.block_idx()[0], cute.arch.grid_dim()[0])
+        return at
+
+    @cute.jit
+    def claim(self, turn, queries, work, barriers):
+        """Load warp: claim the item of ``turn`` for all roles. Returns it, and the queries made so far."""
+        response, items = work[4]
+        at, more = Int32(0), Int32(1)
+        while more != 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(barriers["claimed"], 16)
+                cute.arch.issue_clc_query(barriers["claimed"], response, multicast=False)
+            cute.arch.mbarrier_wait(barriers["claimed"], queries & 1)
+            block, _, _, valid = cute.arch.clc_response(response)
+            cute.arch.fence_view_async_shared()
+            queries += 1
+            at = block if valid != 0 else Int32(NO_ITEM)
+            # Blocks behind the last item have nothing to do; there may be others before them.
+            more = Int32(1) if valid != 0 and block >= work[0] else Int32(0)
+        slot = turn & 1
+        cute.arch.mbarrier_wait(barriers["n_empty"] + slot, (((turn - 1) >> 1) + 1) & 1)
+        items[slot] = at
+        self.release(barriers["n_full"] + slot)
+        return at, queries
 
     @staticmethod
     def _partition(atom, shared, tiles):
@@ -299,7 +350,7 @@ class Forward:
             cute.recast_ptr(values, dtype=Int64), cute.make_layout((self.stages, TILE * size), stride=(TILE * size, 1))
         )
         turn, tile, loaded = Int32(0), Int32(0), Int32(0)  # loaded: a phase bit per stage
-        at = self._at(turn)
+        at = self.first()
         while at < work[0]:
             item = self.item(at, work)
             for j in cutlass.range(item.first, item.stop, unroll=1):
@@ -340,7 +391,7 @@ class Forward:
                     cute.arch.mbarrier_arrive(barriers["v_full"] + stage)
                 tile += 1
             turn += 1
-            at = self._at(turn)
+            at = self.following(turn, work, barriers)
 
     @cute.jit
     def multiply(self, starts, work, barriers):
@@ -351,7 +402,7 @@ class Forward:
         d, tensor = self.head_dim, self.tensor
         size = TILE * d
         turn, tile = Int32(0), Int32(0)
-        at = self._at(turn)
+        at = self.first()
         items, scored = (cute.make_rmem_tensor(2, Int32) for _ in range(2))  # done so far, of either tile of queries
         items.fill(0)
         scored.fill(0)
@@ -402,7 +453,7 @@ class Forward:
                     ptx.commit(barriers["k_empty"] + stage)
                     tile += 1
             turn += 1
-            at = self._at(turn)
+            at = self.following(turn, work, barriers)
 
     @cute.jit
     def softmax(self, i, keys, p_scales, factors, eQ, outputs, work, barriers):
@@ -414,7 +465,7 @@ class Forward:
         counts = cute.make_rmem_tensor(3, Int32)  # key tiles passed, key tiles worked on, factors sent
         counts.fill(0)
         turn = Int32(0)
-        at = self._at(turn)
+        at = self.first()
         while at < work[0]:
             item = self.item(at, work)
             span = pick(item.spans, i)
@@ -442,7 +493,7 @@ class Forward:
                 mLse[item.head, token] = -Float32.inf if unseen else row[softmax.M] + (ptx.log2(total) - self.p_shift)
                 mM[item.head, token] = Float32(0.0) if unseen else row[softmax.M]
             turn += 1
-            at = self._at(turn)
+            at = self.following(turn, work, barriers)
 
     @cute.jit
     def skip(self, tiles, counts, barriers):
@@ -583,7 +634,7 @@ class Forward:
         counts = cute.make_rmem_tensor((2, 2), Int32)  # per tile of queries: factors received, outputs finished
         counts.fill(0)
         turn = Int32(0)
-        at = self._at(turn)
+        at = self.first()
         while at < work[0]:
             item = self.item(at, work)
             for j in cutlass.range(item.first, item.stop, unroll=1):
@@ -604,7 +655,7 @@ class Forward:
                 self.store(i, warp, factor, some, item.q0 + TILE * i + thread, item, outputs[0])
                 ptx.fence_before()
             turn += 1
-            at = self._at(turn)
+            at = self.following(turn, work, barriers)
 
     @cute.jit
     def receive(self, i: cutlass.Constexpr, warp, thread, counts, factors, barriers):
