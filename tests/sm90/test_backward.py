@@ -128,11 +128,12 @@ class Case:
         dk, dv = (torch.full(v.codes.shape, torch.nan, dtype=dtype) for _ in range(2))
         capacity = q.columns.shape[2]
         accumulator = torch.zeros(plan.heads_q, capacity, plan.head_dim, dtype=torch.float16)
+        turns = torch.zeros(plan.heads_q, capacity // 16, 2, dtype=torch.int32)
         causal = plan.recipe.accumulator_scale == "causal"
         lists, documents = self.lists, self.documents
         function(
             *(x.view(f8) for x in (q.codes, k.codes, v.codes, self.do.codes, q.columns, k.columns, self.do.columns)),
-            dk, dv, accumulator, self.addend, self.b, self.unit, q.exponents, k.exponents, v.exponents,
+            dk, dv, accumulator, turns, self.addend, self.b, self.unit, q.exponents, k.exponents, v.exponents,
             self.token_scale if causal else self.document_scale, lists.backward.items, lists.backward.count,
             documents.cu_seqlens_q, documents.cu_seqlens_k, lists.q.column_starts, lists.k.column_starts,
             plan.score_scale, plan.softmax_scale, *self.window, section, ctas,
@@ -169,3 +170,13 @@ CAUSAL, FULL, WINDOW = Masks(False, True), Masks(False, False), Masks(True, True
 def test_backward_equals_its_twin(soft_device, head_dim, masks, window, len_q, len_k):
     case = Case(len_q, len_k, 2, 1, head_dim, *window)
     case.check(case.run(kernel(soft_device, head_dim, 2, masks)))
+
+
+@pytest.mark.parametrize(("masks", "window"), [(CAUSAL, (None, 0)), (WINDOW, (150, 200))], ids=str)
+def test_deterministic_order(soft_device, masks, window):
+    """dq is the same to the bit whoever comes first. CTAs of the device run one after another until they wait."""
+    case = Case([140, 20], [300, 20], 1, 1, 64, *window)
+    launch = kernel(soft_device, 64, 1, masks, deterministic=True)
+    alone = case.run(launch, ctas=1)
+    case.check(alone)
+    assert torch.equal(alone[0], case.run(launch, ctas=2)[0])

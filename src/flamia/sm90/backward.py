@@ -20,15 +20,15 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from flamia.sm90 import gradients
-from flamia.sm90.instructions import as_bits, as_float, bulk_add_half, pack_half, raise_to
-from flamia.sm90.key_work import STEP, KeyItem, KeyTables, key_item_at
+from flamia.sm90.instructions import as_bits, as_float, bulk_add_half, clear_after, load_acquire, pack_half, raise_to
+from flamia.sm90.key_work import STEP, KeyItem, KeyTables, key_item_at, turn
 from flamia.sm90.work import TILE, Masks
 
 THREADS = 384
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 # Numbers of a step in shared memory, 32 bits each: three per query (``gradients.place``, but for the last), then eight
-# of the step: c 2^e_Q and C - 8 + e_Q of its two blocks, 2^(C - 8).
-ADDEND, B, DQ, FACTOR, UNIT, DV, NUMBERS = 0, 64, 128, 192, 194, 196, 200
+# of the step: c 2^e_Q and C - 8 + e_Q of its two blocks, 2^(C - 8), how many tiles of keys add to dq before this one.
+ADDEND, B, DQ, FACTOR, UNIT, DV, TURN, NUMBERS = 0, 64, 128, 192, 194, 196, 197, 200
 NONE = -1000
 
 
@@ -38,7 +38,7 @@ class Backward:
     Args:
         head_dim: 64 or 128. ratio: query heads per kv head. masks: which sides of the window are bounded.
         rotate: whether dk is rotated back. causal_scale: the accumulator's prescale is per token, not per document.
-        stages: steps in flight.
+        deterministic: key tiles add to dq in the order of the list. stages: steps in flight, a power of two.
     """
 
     def __init__(
@@ -49,12 +49,13 @@ class Backward:
         *,
         rotate: bool,
         causal_scale: bool = False,
+        deterministic: bool = False,
         stages: int = 2,
     ) -> None:
         if head_dim not in (64, 128):
             raise ValueError(f"head_dim must be 64 or 128, got {head_dim}")
         self.head_dim, self.ratio, self.masks, self.stages = head_dim, ratio, masks, stages
-        self.rotate, self.causal_scale = rotate, causal_scale
+        self.rotate, self.causal_scale, self.deterministic = rotate, causal_scale, deterministic
         self.halves = head_dim // 64
         self.slab = 16 * head_dim // 2  # FP16 numbers of 16 queries and one warpgroup's channels
 
@@ -71,6 +72,7 @@ class Backward:
         mdK: cute.Tensor,  # BF16 or FP16 [Tk, kv heads, D]
         mdV: cute.Tensor,  # BF16 or FP16 [Tk, kv heads, D]
         mdQ: cute.Tensor,  # FP16 [heads, C, D], zeros: 16-row slabs in ``fragment_order``
+        turns: cute.Tensor,  # int32 [heads, C / 16, 2], zeros; deterministic only, else of any size
         addend: cute.Tensor,  # FP32 [heads, T], of ``Gradients``
         b: cute.Tensor,  # FP32 [heads, T]
         unit: cute.Tensor,  # int32 [heads, T]
@@ -149,7 +151,7 @@ class Backward:
         self.kernel(
             tuple(atom for atom, _ in copies),
             tuple(tensor for _, tensor in copies),
-            (mdK, mdV, mdQ),
+            (mdK, mdV, mdQ, turns),
             (addend, b, unit, prescale),
             (eQ, eK, eV),
             KeyTables(items, count, cu_q, cu_k, columns_q, columns_k),
@@ -311,6 +313,10 @@ class Backward:
                             values[UNIT + block, stage] = as_float(Int32(0) if u == NONE else u)
                     if lane == 0:
                         values[DV, stage] = gradients.power(shared_c)
+                    if const_expr(self.deterministic):
+                        rank = turn(item, j, work[2][2], work[2][3], self.masks)
+                        if lane == 0:
+                            values[TURN, stage] = as_float(rank)
                     cute.arch.sync_warp()
                     if lane == 0:
                         cute.arch.mbarrier_arrive(full + stage)
@@ -359,7 +365,7 @@ class Backward:
             if item.first < item.stop:
                 cute.arch.mbarrier_wait(kv_full, n & 1)
                 place = (item, key + lane // 4, e_k, e_v, guess, group, warp, lane)
-                common = (operands, registers, plain, (spot, slab), place, outputs[2], work[2], barriers)
+                common = (operands, registers, plain, (spot, slab), place, outputs[2:], work[2], barriers)
                 for h in cutlass.range(self.ratio, unroll=1):
                     head = item.kv * self.ratio + h
                     kept = self.head(tile, item.first, head, (Int32(0),) * 3, None, True, *common)
@@ -373,7 +379,9 @@ class Backward:
                         for j in cutlass.range(cutlass.max(begin, middle), item.stop, unroll=1):
                             tile, kept = self.step(tile, j, head, kept, True, *common)
                     packed = self.products(tile, kept[2], *common)
-                    self.add_dq(packed, item.stop - 1, head, place, slab, outputs[2])
+                    self.add_dq(packed, item.stop - 1, head, place, slab, outputs[2:])
+                    if const_expr(self.deterministic):
+                        self.pass_on(item.stop - 1, head, place, outputs[2:])
                     tile += 1
                 self.release(kv_empty)
                 n += 1
@@ -390,8 +398,8 @@ class Backward:
         return tile, self.head(tile, j, head, kept, packed, masked, *common)
 
     @cute.jit
-    def products(self, tile, both, operands, registers, plain, spots, place, mdQ, scalars, barriers):
-        """dV, dK and dQ of a step: what its codes multiply. Returns dQ in FP16, as words in ``fragment_order``.
+    def products(self, tile, both, operands, registers, plain, spots, place, targets, scalars, barriers):
+        """dV, dK and dQ of a step: what its codes multiply. Returns dQ in FP16, in ``fragment_order``, and its turn.
 
         Two accumulators take turns: one product runs while the one before is added up.
         """
@@ -422,14 +430,15 @@ class Backward:
             scale.append(
                 [gradients.power(e + as_bits(values[DQ + warp % 4 * 16 + lane // 4 + 8 * r, stage])) for r in range(2)]
             )
+        before = as_bits(values[TURN, stage]) if const_expr(self.deterministic) else None
         self.release(empty + stage)
         warpgroup.wait_group(0)
         self.release(ds_empty + buffer)
-        return self.pack_dq(first, second, scale)
+        return self.pack_dq(first, second, scale), before
 
     @cute.jit
     def head(
-        self, tile, j, head, kept, packed, masked: cutlass.Constexpr, operands, registers, plain, spots, place, mdQ,
+        self, tile, j, head, kept, packed, masked: cutlass.Constexpr, operands, registers, plain, spots, place, targets,
         scalars, barriers,
     ):  # fmt: skip
         """Codes of P and dS of 64 queries. Stores dQ of the step before meanwhile.
@@ -449,7 +458,7 @@ class Backward:
         for i in cutlass.range_constexpr(2):
             self.gemm(mmas[0], x[i], a_s[i], b_s[i][None, None, None, stage], self.head_dim // 32)
         if const_expr(packed is not None):
-            self.add_dq(packed, j - 1, head, place, slab, mdQ)
+            self.add_dq(packed, j - 1, head, place, slab, targets)
         unit = [as_bits(values[UNIT + i, stage]) for i in range(2)]
         e = kept[0] if kept[1] != 0 else unit[0] + guess
         k_factor = gradients.power(e_k)
@@ -460,17 +469,15 @@ class Backward:
         if const_expr(masked):
             gradients.mask(p, key, j * STEP, item.shift, item.len_k, left, right, self.masks)
         gradients.codes(p, words[0])
+        # For the next step, by all warps; the wait for dP must not move before the powers.
+        clear_after(tops.iterator + (8 * group + 2 * ((top + 1) & 3)), [words[0][i] for i in range(8)])
         warpgroup.wait_group(0)
         scale = [gradients.power(unit[i] + e_k + e_v - e) for i in range(2)]
         less = self.per_query(values, B, stage, lane)
         found = gradients.scores_gradient(ds, p, scale, less, gradients.power(e_k - e))
         gradients.codes(ds, words[1])
         for i in cutlass.range_constexpr(2):
-            largest = cute.arch.warp_redux_sync(as_bits(found[i]), "max")
-            if lane == 0:
-                raise_to(tops.iterator + (8 * group + 2 * top + i), largest)
-                if warp % 4 == 0:
-                    tops[i, (top + 1) & 3, group] = Int32(0)
+            raise_to(tops.iterator + (8 * group + 2 * top + i), as_bits(found[i]))
         cute.arch.mbarrier_wait(ds_empty + buffer, ((tile >> 1) + 1) & 1)
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
         found = [as_float(tops[i, top, group]) for i in range(2)]
@@ -536,22 +543,43 @@ class Backward:
         return packed
 
     @cute.jit
-    def add_dq(self, packed, j, head, place, slab, mdQ):
-        """Add what ``products`` has packed to the accumulator."""
+    def add_dq(self, packed, j, head, place, slab, targets):
+        """Add what ``products`` has packed to the accumulator, when it is this tile's turn."""
+        words, before = packed
         item, _, _, _, _, group, warp, lane = place
-        if lane == 0:
+        if const_expr(self.deterministic):
+            if j > item.first:
+                self.pass_on(j - 1, head, place, targets)
+        elif lane == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
-        for k in cutlass.range_constexpr(cute.size(packed.shape[1])):
+        for k in cutlass.range_constexpr(cute.size(words.shape[1])):
             target = (slab + (32 * k + lane) * 4).align(16)
-            cute.autovec_copy(packed[None, k], cute.make_tensor(target, cute.make_layout((4,))))
+            cute.autovec_copy(words[None, k], cute.make_tensor(target, cute.make_layout((4,))))
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         query = j * STEP + warp % 4 * 16
         if lane == 0 and query < item.len_q:
-            row = (Int64(head) * mdQ.shape[1] + item.column_q + query) * self.head_dim
-            bulk_add_half(mdQ.iterator + (row + group * self.slab), slab, Int32(2 * self.slab))
+            row = Int64(head) * targets[0].shape[1] + item.column_q + query
+            if const_expr(self.deterministic):
+                place_in_line = targets[1].iterator + (row // 16 * 2 + group)
+                while load_acquire(place_in_line) != before:
+                    pass
+                cute.arch.fence_proxy("async")
+            spot = targets[0].iterator + (row * self.head_dim + group * self.slab)
+            bulk_add_half(spot, slab, Int32(2 * self.slab))
             cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def pass_on(self, j, head, place, targets):
+        """The turn to the next tile, once what was added to step j's queries is there."""
+        item, _, _, _, _, group, warp, lane = place
+        query = j * STEP + warp % 4 * 16
+        if lane == 0 and query < item.len_q:
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+            row = Int64(head) * targets[0].shape[1] + item.column_q + query
+            target = targets[1].iterator + (row // 16 * 2 + group)
+            cute.arch.red(target, Int32(1), op="add", dtype="u32", sem="release", scope="gpu")
 
     @cute.jit
     def store(self, sums, outputs, item, key, e_k, softmax_scale, lane):
@@ -606,6 +634,7 @@ def compile_backward(
         packed(dtype, keys, kv_heads, d, align=16),
         packed(dtype, keys, kv_heads, d, align=16),
         packed(Float16, heads, capacity, d, align=16),
+        table(Int32, free(), free(), 2),
         table(Float32, heads, tokens),
         table(Float32, heads, tokens),
         table(Int32, heads, tokens),

@@ -98,10 +98,32 @@ def store_transposed(
 
 
 @dsl_user_op
+def clear_after(pointer: Any, words: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Clear 8 bytes of shared memory once ``words`` are there, 32-bit words whose sign bits are never set.
+
+    Like ``arrive_after``: a later wait for the tensor core stays behind the work that makes the words.
+    """
+    values = [Int32(x).ir_value(loc=loc, ip=ip) for x in (pointer.toint(), *words)]
+    joined = "".join(f"or.b32 x, x, ${i};\n\t" for i in range(2, len(values)))
+    text = (
+        f"{{\n\t.reg .b32 x;\n\tmov.b32 x, $1;\n\t{joined}shr.u32 x, x, 31;\n\tadd.u32 x, x, $0;\n\t"
+        "st.shared::cta.v2.b32 [x], {0, 0};\n\t}"
+    )
+    _asm(None, values, text, ",".join("r" * len(values)), effects=True)
+
+
+@dsl_user_op
 def raise_to(pointer: Any, a: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """Raise a word of shared memory to a, as unsigned numbers."""
     values = [Int32(pointer.toint()).ir_value(loc=loc, ip=ip), Int32(a).ir_value(loc=loc, ip=ip)]
     _asm(None, values, "red.relaxed.cta.shared::cta.max.u32 [$0], $1;", "r,r", effects=True)
+
+
+@dsl_user_op
+def load_acquire(pointer: Any, *, loc: Any = None, ip: Any = None) -> Int32:
+    """A word of global memory, and with it what its writer did before a release on this device."""
+    values = [pointer.toint().ir_value(loc=loc, ip=ip)]
+    return Int32(_asm(T.i32(), values, "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", effects=True))
 
 
 @dsl_user_op

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import cutlass
+import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from flamia.sm90.work import TILE, Masks
@@ -67,18 +68,61 @@ def key_item_at(work: Int32, section: Int32, left: Int32, right: Int32, tables: 
     q_start, k_start = tables.cu_q[document], tables.cu_k[document]
     len_q, len_k = tables.cu_q[document + 1] - q_start, tables.cu_k[document + 1] - k_start
     shift = len_k - len_q
-    end = cutlass.min(k0 + TILE, len_k)
-    first, stop = Int32(0), (len_q + STEP - 1) // STEP
+    first, stop = steps_that_see(k0, len_q, len_k, left, right, masks)
     clear, clouded = Int32(0), stop
     if const_expr(masks.right):
-        first = cutlass.max(k0 - shift - right, 0) // STEP
         clear = (cutlass.max(k0 + TILE - 1 - shift - right, 0) + STEP - 1) // STEP
     if const_expr(masks.left):
-        last = end - 1 - shift + left  # last query that sees a key, before the document's end is minded
-        stop = cutlass.min(stop, cutlass.max(last + STEP, 0) // STEP)
         clouded = cutlass.max(k0 - shift + left + 1, 0) // STEP
     clear = cutlass.max(clear, stop * Int32(k0 + TILE > len_k))  # keys past the end must be masked
     return KeyItem(
         kv, document, q_start, k_start, len_q, len_k, shift, k0, tables.columns_q[document],
         tables.columns_k[document], first, stop, clear, clouded,
     )  # fmt: skip
+
+
+def steps_that_see(k0: Int32, len_q: Int32, len_k: Int32, left: Int32, right: Int32, masks: Masks) -> Any:
+    """First and past-last step of queries that see a key of the tile at k0."""
+    shift = len_k - len_q
+    first, stop = Int32(0), (len_q + STEP - 1) // STEP
+    if const_expr(masks.right):
+        first = cutlass.max(k0 - shift - right, 0) // STEP
+    if const_expr(masks.left):
+        last = cutlass.min(k0 + TILE, len_k) - 1 - shift + left  # before the document's end is minded
+        stop = cutlass.min(stop, cutlass.max(last + STEP, 0) // STEP)
+    return first, stop
+
+
+def _cost(k0: Int32, len_q: Int32, len_k: Int32, left: Int32, right: Int32, masks: Masks) -> Int32:
+    # as in the list: blocks of 128 queries that see the tile
+    shift = len_k - len_q
+    first, last = Int32(0), len_q - 1
+    if const_expr(masks.right):
+        first = cutlass.max(k0 - shift - right, 0)
+    if const_expr(masks.left):
+        last = cutlass.min(last, cutlass.min(k0 + TILE, len_k) - 1 - shift + left)
+    return (last // TILE - first // TILE + 1) * Int32(last >= first)
+
+
+@cute.jit
+def turn(item: Any, j: Int32, left: Int32, right: Int32, masks: Any) -> Int32:
+    """How many tiles of keys that step j sees come before this one in the list: they add to dQ first.
+
+    A warp's work. An item waits for items before it in the list alone, which are at work or done.
+    """
+    rank = item.k0 // TILE
+    if const_expr(masks.left):
+        rank = Int32(0)
+        mine = _cost(item.k0, item.len_q, item.len_k, left, right, masks)
+        begin = cutlass.max(j * STEP + item.shift - left, 0) // TILE
+        end = (item.len_k + TILE - 1) // TILE
+        if const_expr(masks.right):
+            end = cutlass.min(end, cutlass.max(j * STEP + STEP - 1 + item.shift + right, 0) // TILE + 1)
+        for n in cutlass.range(begin, end, 32, unroll=1):
+            other = (n + cute.arch.lane_idx()) * TILE
+            first, stop = steps_that_see(other, item.len_q, item.len_k, left, right, masks)
+            cost = _cost(other, item.len_q, item.len_k, left, right, masks)
+            sees = other < item.len_k and first <= j and j < stop
+            before = sees and (cost > mine or (cost == mine and other < item.k0))
+            rank = rank + cute.arch.popc(cute.arch.vote_ballot_sync(before))
+    return rank
