@@ -12,11 +12,13 @@ from flamia.compiler import load
 from flamia.documents import Documents
 from flamia.plan import Plan
 from flamia.quantize.payloads import E4M3Payload, Payloads, empty_payloads
+from flamia.quantize.triton_finish import document_prescale, finish_dq
+from flamia.quantize.triton_gradients import Gradients
 from flamia.quantize.triton_lists import work_lists
-from flamia.quantize.triton_prepare import prepare_forward
+from flamia.quantize.triton_prepare import prepare_backward, prepare_forward
 from flamia.reference.forward import Forward
-from flamia.sm90.kernels import forward_kernels
-from flamia.sm90.launches import finish_forward, uneven_documents
+from flamia.sm90.kernels import backward_kernels, forward_kernels
+from flamia.sm90.launches import clear_tail, finish_forward, uneven_documents
 from flamia.worklists import WorkLists, head_section
 
 L2_SHARE = 0.5  # of the L2 cache, for the keys and values that CTAs at work at the same time read
@@ -47,6 +49,32 @@ def run_forward(
         lse = finish_forward(result.o, result.lse2, result.row_max, documents.cu_seqlens_q)
     kept = [*operands.payloads.flatten(), operands.k_maxima, operands.v_maxima] if plan.training else []
     return result.o, lse, result, kept
+
+
+def run_backward(
+    plan: Plan,
+    do: Tensor,
+    dlse: Tensor | None,
+    o: Tensor,
+    lse2: Tensor,
+    row_max: Tensor,
+    kept: list[Tensor],
+    documents: Documents,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in do's dtype, from what ``run_forward`` returned. dlse FP32 [heads, T] or None."""
+    *tensors, k_maxima, v_maxima = kept
+    payloads = Payloads.unflatten(plan.forward_specs, tensors)
+    do = do if do.shape[2] == 1 or do.stride(2) == 1 else do.contiguous()
+    with torch.cuda.device(do.device):
+        lists = work_lists(documents, plan.left, plan.right)
+        dlse = None if dlse is None else dlse.contiguous()
+        gradients = prepare_backward(plan, do, dlse, o, lse2, row_max, payloads, documents, lists, columns=True)
+        dk, dv, launch = bind_backward(plan, payloads, gradients, k_maxima, v_maxima, documents, lists, do.dtype)
+        launch()
+        clear_tail(dk, dv, documents.cu_seqlens_k)
+        dq = torch.empty(do.shape, dtype=do.dtype, device=do.device)
+        finish_dq(plan, gradients, k_maxima, v_maxima, documents, lists.q, dq, fragments=True)
+    return dq, dk, dv
 
 
 def empty_kept(plan: Plan, q: Tensor, k: Tensor, documents: int) -> list[Tensor]:
@@ -104,6 +132,51 @@ def bind_forward(
     return result, launch
 
 
+def bind_backward(
+    plan: Plan,
+    payloads: Payloads,
+    gradients: Gradients,
+    k_maxima: Tensor,
+    v_maxima: Tensor,
+    documents: Documents,
+    lists: WorkLists,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Callable[[], None]]:
+    """Unset dk and dv of ``dtype`` [Tk, kv heads, D], and what launches the kernel that fills them and adds up dq.
+
+    Keys of no document are left unset.
+    """
+    q, k, v = (_e4m3(payloads, name) for name in ("q", "k", "v"))
+    (t,) = gradients.payloads.values()
+    assert isinstance(t, E4M3Payload)
+    dk, dv = (torch.empty(v.codes.shape, dtype=dtype, device=v.codes.device) for _ in range(2))
+    (function,) = (load(kernel) for kernel in backward_kernels(plan, dtype))
+    if documents.total_k == 0 or documents.total_q == 0 or documents.count == 0:
+
+        def fill() -> None:
+            for x in (dk, dv, gradients.accumulator):
+                x.zero_()
+
+        return dk, dv, fill
+    ctas, cache = _device(dk.device.index)
+    causal = plan.recipe.accumulator_scale == "causal"
+    scale = gradients.prescale if causal else document_prescale(plan, gradients, k_maxima, v_maxima, documents)
+    slabs = (plan.heads_q, gradients.accumulator.shape[1] // 16, 2) if plan.deterministic else (1, 1, 2)
+    turns = torch.zeros(slabs, dtype=torch.int32, device=dk.device)
+    f8 = torch.float8_e4m3fn
+    codes = (q.codes, k.codes, v.codes, t.codes, q.columns, k.columns, t.columns)
+    bytes_per_token = 4 * plan.head_dim * plan.ratio  # Q and T, rows and columns, of the heads of a group
+    section = head_section(documents.total_q, plan.heads_kv, bytes_per_token, int(cache * L2_SHARE))
+    arguments = (
+        *(x.view(f8) for x in codes),
+        *(dk, dv, gradients.accumulator, turns, gradients.addend, gradients.b, gradients.unit),
+        *(q.exponents, k.exponents, v.exponents, scale, lists.backward.items, lists.backward.count),
+        *(documents.cu_seqlens_q, documents.cu_seqlens_k, lists.q.column_starts, lists.k.column_starts),
+        *(plan.score_scale, plan.softmax_scale, plan.left or 0, plan.right or 0, section, ctas),
+    )
+    return dk, dv, lambda: function(*arguments)
+
+
 def _e4m3(payloads: Payloads, name: str) -> E4M3Payload:
     payload = payloads[name]
     assert isinstance(payload, E4M3Payload)
@@ -112,6 +185,8 @@ def _e4m3(payloads: Payloads, name: str) -> E4M3Payload:
 
 def kernel_names(plan: Plan, direction: str, dtype: torch.dtype) -> tuple[str, ...]:
     """What ran, in order, for ``last_plan()``."""
-    assert direction == "forward", direction
-    attention = (kernel.name for kernel in forward_kernels(plan, dtype))
-    return ("quantize.triton_lists", "quantize.triton_operands", *attention, "sm90.launches.finish_forward")
+    if direction == "forward":
+        attention = (kernel.name for kernel in forward_kernels(plan, dtype))
+        return ("quantize.triton_lists", "quantize.triton_operands", *attention, "sm90.launches.finish_forward")
+    attention = (kernel.name for kernel in backward_kernels(plan, dtype))
+    return ("quantize.triton_lists", "quantize.triton_gradients", *attention, "quantize.triton_finish")

@@ -49,9 +49,41 @@ def build_forward(arch: str, *, dtype: str, left: bool, right: bool, head_dim: i
     return compile_forward(kernel, getattr(cutlass, dtype), arch=arch)
 
 
+def backward_kernels(plan: Plan, dtype: torch.dtype, arch: str = "sm_90a") -> tuple[Kernel, ...]:
+    """The launch of a backward."""
+    return (
+        make_kernel(
+            "flamia.sm90.kernels:build_backward",
+            "flamia.sm90.backward",
+            arch,
+            head_dim=plan.head_dim,
+            ratio=plan.ratio,
+            left=plan.left is not None,
+            right=plan.right is not None,
+            dtype=DTYPES[dtype],
+            rotate=plan.rotates,
+            causal_scale=plan.recipe.accumulator_scale == "causal",
+            deterministic=plan.deterministic,
+        ),
+    )
+
+
+def build_backward(arch: str, *, dtype: str, left: bool, right: bool, head_dim: int, ratio: int, **options: Any) -> Any:
+    """Compile ``sm90.backward.Backward`` for gradients of ``cutlass.<dtype>``."""
+    import cutlass
+
+    from flamia.sm90.backward import Backward, compile_backward
+    from flamia.sm90.work import Masks
+
+    kernel = Backward(head_dim, ratio, Masks(left, right), **options)
+    return compile_backward(kernel, getattr(cutlass, dtype), arch=arch)
+
+
 def call_kernels(plan: Plan, dtype: torch.dtype, arch: str = "sm_90a") -> Iterator[Kernel]:
     """Every kernel that a call with this plan, and its backward where the plan trains, loads."""
     yield from forward_kernels(plan, dtype, arch)
+    if plan.training:
+        yield from backward_kernels(plan, dtype, arch)
 
 
 def unsupported(
@@ -76,4 +108,8 @@ def unsupported(
         return "k_offset and v_offset run on the reference alone"
     if training and not TRAINS:
         return "q, k or v requires a gradient, and the Hopper backward is not there yet; under torch.no_grad() it runs"
+    if training and recipe.exact_ds:
+        return "exact_ds=True has no Hopper backward, exact_ds=False has"
+    if training and recipe.accumulator != "fp16":
+        return f"accumulator={recipe.accumulator!r} has no Hopper backward, 'fp16' has"
     return None

@@ -1,6 +1,6 @@
-"""Small launches around the Hopper forward: which documents need its careful kernel, and what no document covers.
+"""Small launches around the Hopper kernels: which documents need the careful forward, and what no document covers.
 
-Twins: ``bounds.uneven_documents``; the tail of ``reference.folded.forward``, whose lse is natural here.
+Twins: ``bounds.uneven_documents``; the rows of no document in ``reference.folded``, whose lse is natural here.
 """
 
 # Kernels take pointers and tiles, which have no Python types.
@@ -102,3 +102,24 @@ def finish_forward(o: Tensor, lse2: Tensor, row_max: Tensor, cu_seqlens_q: Tenso
             o, lse, lse2, row_max, cu_seqlens_q, total, cu_seqlens_q.shape[0] - 1, dim, _TOKENS, num_warps=4
         )
     return lse
+
+
+@triton.jit(do_not_specialize=["total", "documents"])
+def _clear_kernel(a_ptr, b_ptr, cu_ptr, total, documents, D: tl.constexpr, TOKENS: tl.constexpr):
+    head, heads = tl.program_id(1), tl.num_programs(1)
+    start = tl.program_id(0) * TOKENS
+    end = tl.load(cu_ptr + documents)
+    if start + TOKENS > end:
+        token = start + tl.arange(0, TOKENS)
+        tail = ((token >= end) & (token < total))[:, None]
+        place = (token.to(tl.int64)[:, None] * heads + head) * D + tl.arange(0, D)[None, :]
+        tl.store(a_ptr + place, tl.zeros((TOKENS, D), a_ptr.dtype.element_ty), tail)
+        tl.store(b_ptr + place, tl.zeros((TOKENS, D), b_ptr.dtype.element_ty), tail)
+
+
+def clear_tail(a: Tensor, b: Tensor, cu_seqlens: Tensor) -> None:
+    """Zeros where a and b, both [T, heads, D], have tokens of no document; cu_seqlens: int32 [documents + 1]."""
+    total, heads, dim = a.shape
+    if total and heads:
+        grid = (triton.cdiv(total, _TOKENS), heads)
+        _clear_kernel[grid](a, b, cu_seqlens, total, cu_seqlens.shape[0] - 1, dim, _TOKENS, num_warps=4)
