@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from flamia.inspect.build import Binary, build
 from flamia.inspect.counts import UNITS, count, operand_bytes, packed, products
 from flamia.inspect.rates import CHIPS, Chip
-from flamia.inspect.sass import Code, Loop
+from flamia.inspect.sass import Code, Instruction, Loop
 from flamia.inspect.subjects import Subject
 
 TILE = 128
@@ -17,6 +17,7 @@ WARPS = 4  # of a warpgroup, and of the warps that reduce dQ
 _MASKING = ("FSEL", "SEL", "ISETP", "R2P", "FSETP")
 _REDUCTIONS = ("UBLKRED", "UTMAREDG", "RED", "REDG")
 _BLACKWELL = ("UTCHMMA", "UTCQMMA", "UTCOMMA")
+_NAMED = {*_BLACKWELL, "HGMMA", "QGMMA", "UBLKRED", "UTMAREDG"}
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Report:
         kernel, arch, chip, peer: what was read. ``registers`` per thread at launch, ``roles`` after setmaxnreg.
         spill_bytes: per thread, of all stores to and loads from local memory. ``stack_bytes`` per thread.
         smem_bytes, threads: per CTA. ``tmem_columns``: allocated, of 512.
+        opcodes: products and bulk reductions in the whole kernel, by machine instruction.
         counts: lanes of each unit per tile, ``shared_bytes``, ``emulated`` exponentials, ``warp_instructions``, and
             those that may be skipped (``skippable``) and are in nothing else.
         cycles: per tile and unit. tflops: the bound that each unit puts, with every SM busy.
@@ -44,6 +46,7 @@ class Report:
     smem_bytes: int
     tmem_columns: int
     threads: int
+    opcodes: dict[str, int]
     counts: dict[str, int]
     cycles: dict[str, float]
     tflops: dict[str, float]
@@ -98,12 +101,19 @@ def make_report(subject: Subject, arch: str, binary: Binary) -> Report:
         smem_bytes=binary.smem_bytes,
         tmem_columns=binary.tmem_columns,
         threads=binary.threads,
+        opcodes=dict(sorted(Counter(_named(i) for i in binary.code.instructions if i.head in _NAMED).items())),
         counts=counts,
         cycles={u: round(c, 1) for u, c in cycles.items()},
         tflops={u: round(t, 1) for u, t in tflops.items()},
         bound=round(tflops[unit], 1),
         unit=unit,
     )
+
+
+def _named(instruction: Instruction) -> str:
+    # Blackwell's scaled products have the scales' tensor memory after the instruction descriptor, and no own opcode
+    scaled = instruction.head in _BLACKWELL and "tmem[" in instruction.operands.partition("idesc[")[2]
+    return instruction.opcode + " (scaled)" * scaled
 
 
 def per_tile(subject: Subject, code: Code, chip: Chip) -> tuple[Counter[str], float]:
