@@ -278,7 +278,7 @@ def test_folders_are_built_by_several_processes_and_added_to(tmp_path, monkeypat
 @needs_tools
 @pytest.mark.slow
 def test_attention_kernels_from_the_command_line(tmp_path, monkeypatch):
-    words = f"compile --out {tmp_path} --head-dims 64 --ratios 2 --masks causal --jobs 2"
+    words = f"compile --out {tmp_path} --head-dims 64 --ratios 2 --masks causal --no-backward --jobs 2"
     with pytest.raises(SystemExit) as left:
         cli.main(words.split())
     assert not left.value.code
@@ -290,19 +290,25 @@ def test_attention_kernels_from_the_command_line(tmp_path, monkeypatch):
         compiler.load(forwards(head_dim=64, heads=(4, 1))[0])
 
 
-def select(arch="sm_90a", recipes=("mxfp8",), head_dims=(128,), ratios=(1,), masks="causal", dtypes="bf16"):
-    return list(precompile.select(arch, list(recipes), list(head_dims), list(ratios), masks, dtypes))
+def select(arch="sm_90a", recipes=("mxfp8",), head_dims=(128,), ratios=(1,), masks="causal", dtypes="bf16", **options):
+    return list(precompile.select(arch, list(recipes), list(head_dims), list(ratios), masks, dtypes, **options))
 
 
 def test_selected_kernels_are_those_of_the_calls():
-    assert tuple(select()) == forwards(heads=(1, 1))
-    assert set(select(head_dims=(64, 128), masks="causal,window", dtypes="bf16,fp16")) == {
+    assert set(select(head_dims=(64, 128), masks="causal,window", dtypes="bf16,fp16", backward=False)) == {
         kernel
         for d in (64, 128)
         for left in (None, 9)
         for dtype in (torch.bfloat16, torch.float16)
         for kernel in forwards(head_dim=d, heads=(1, 1), left=left, dtype=dtype)
     }
+    assert select(backward=False) == list(forwards(heads=(1, 1)))
+    (backward,) = set(select(backward=True)) - set(select(backward=False))
+    assert backward.source == "flamia.sm90.backward"
+    assert dict(backward.options)["deterministic"] is False
+    (ordered,) = set(select(backward=True, deterministic=True)) - set(select(backward=False))
+    assert dict(ordered.options)["deterministic"] is True
+    assert select() == select(backward=sm90.TRAINS)
     # Two names of one recipe are compiled once.
     assert select(recipes=("mxfp8", "mxfp8-folded")) == select()
 

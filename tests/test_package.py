@@ -94,7 +94,7 @@ def test_constraints_pin_every_direct_requirement_that_ci_installs():
     assert {normalized(r["name"]) for r in tested} <= set(pins)
 
 
-@pytest.mark.parametrize("text", ["py.typed", "__init__.py"])
+@pytest.mark.parametrize("text", ["py.typed", "__init__.py", "compiler_shim.c", "benchmarks/workloads.json"])
 def test_package_carries(text):
     assert (Path(flamia.__file__).parent / text).is_file()
 

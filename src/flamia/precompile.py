@@ -40,6 +40,10 @@ def compile_kernels(
         "full,causal,window"
     ),
     dtypes: Annotated[str, typer.Option(help="bf16, fp16, with commas.")] = "bf16",
+    backward: Annotated[
+        bool | None, typer.Option(help="Also the backward's. By default where calls use it.", show_default=False)
+    ] = None,
+    deterministic: Annotated[bool, typer.Option(help="Kernels of calls with deterministic=True.")] = False,
     peers: Annotated[
         bool, typer.Option(help="Also FlashAttention-4 with these shapes, for `flamia bench forward` to compare.")
     ] = False,
@@ -50,7 +54,7 @@ def compile_kernels(
     Needs no GPU. Use the folder with FLAMIA_KERNELS=FOLDER; the calls made then need apache-tvm-ffi and no compiler.
     """
     dims, groups = _numbers("head_dims", head_dims), _numbers("ratios", ratios)
-    kernels = list(select(arch, _words(recipes), dims, groups, masks, dtypes))
+    kernels = list(select(arch, _words(recipes), dims, groups, masks, dtypes, backward, deterministic))
     if peers:
         from flamia.benchmarks.peers import flash_attention_kernel
 
@@ -60,9 +64,16 @@ def compile_kernels(
 
 
 def select(
-    arch: str, recipes: list[str], head_dims: list[int], ratios: list[int], masks: str, dtypes: str
+    arch: str,
+    recipes: list[str],
+    head_dims: list[int],
+    ratios: list[int],
+    masks: str,
+    dtypes: str,
+    backward: bool | None = None,
+    deterministic: bool = False,
 ) -> Iterator[Kernel]:
-    """The distinct kernels of these calls.
+    """The distinct kernels of these calls; with ``backward``, or where it is None and they have one, of their backwards.
 
     Raises:
         ValueError: a value that is unknown, or one that the architecture has no kernel for.
@@ -75,6 +86,7 @@ def select(
                 raise ValueError(f"{name}={word!r} is unknown: it must be one of {', '.join(known)}")
     backend, variant = BACKENDS[arch]
     room = importlib.import_module(f"flamia.{backend}.kernels")
+    training = room.TRAINS if backward is None else backward
     seen: set[Kernel] = set()
     for name in recipes:
         recipe = get_recipe(name).with_variant(variant)
@@ -86,7 +98,7 @@ def select(
                         reason = room.unsupported(recipe, head_dim, dtype, training=False)
                         if reason is not None:
                             raise ValueError(f"recipes={name!r}, head_dims={head_dim}: {reason}")
-                        plan = Plan(recipe, backend, (), head_dim, ratio, 1, 1.0, *MASKS[mask], False, False)
+                        plan = Plan(recipe, backend, (), head_dim, ratio, 1, 1.0, *MASKS[mask], deterministic, training)
                         fresh = [kernel for kernel in room.call_kernels(plan, dtype, arch) if kernel not in seen]
                         seen.update(fresh)
                         yield from fresh
