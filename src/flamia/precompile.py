@@ -73,7 +73,7 @@ def select(
     backward: bool | None = None,
     deterministic: bool = False,
 ) -> Iterator[Kernel]:
-    """The distinct kernels of these calls; with ``backward``, or where it is None and they have one, of their backwards.
+    """The distinct kernels of these calls; their backwards' with ``backward``, and where it is None if there is one.
 
     Raises:
         ValueError: a value that is unknown, or one that the architecture has no kernel for.
