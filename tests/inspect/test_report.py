@@ -147,6 +147,28 @@ def test_bad_input(words, match, capsys):
     assert match in capsys.readouterr().err
 
 
+def test_table(monkeypatch, capsys):
+    report = make_report(SUBJECT, "sm_90a", Binary("k", HOPPER, 168, 0, 1024, 384, 0, (24, 240)))
+    monkeypatch.setattr("flamia.inspect.cli.inspect_kernel", lambda subject, arch: report)
+    monkeypatch.setenv("COLUMNS", "160")
+    with pytest.raises(SystemExit) as e:
+        cli.main(["inspect", "sm90", "--kernels", "sm90 forward"])
+    assert e.value.code == 0
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines() if "test" in line]
+    assert rows[0] == "│ test │ 168 │ 24 240 │ 0 │ 1024 │ 0 │ 384 │".split()
+    assert [n for n in rows[1] if n != "│"][:4] == ["test", "1024", "1056", "200"]
+    assert "H200" in out
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, capsys):
+    monkeypatch.setattr("flamia.inspect.report.find_spec", lambda name: None if name == "flash_attn" else object())
+    with pytest.raises(SystemExit) as e:
+        cli.main(["inspect", "sm90", "--kernels", "FlashAttention"])
+    assert e.value.code == 1
+    assert "pip install 'flamia[softgpu]'" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 # the Hopper value product has a ones column, N = 136
 @pytest.mark.parametrize(("target", "mma"), [("sm90", 512 + 544), ("sm100", 512)])

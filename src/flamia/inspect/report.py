@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 
 from flamia.inspect.build import Binary, build
 from flamia.inspect.counts import UNITS, count, operand_bytes, packed, products
@@ -63,10 +64,14 @@ def inspect_kernel(subject: Subject, arch: str) -> Report:
 
     Raises:
         ValueError: arch is not one of the subject's, or the code has no loop that is understood.
+        ModuleNotFoundError: a compiler, or the peer's package, is not installed.
         RuntimeError: compiling failed, or did not give exactly one kernel of the subject's symbol.
     """
     if arch not in subject.archs:
         raise ValueError(f"arch {arch!r} is none of {subject.name}, which has {', '.join(subject.archs)}")
+    for module in ("cutlass", "tvm_ffi", "triton", *(["flash_attn"] if subject.peer else [])):
+        if find_spec(module) is None:
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
     found = [b for b in build(subject.build, arch) if subject.symbol in b.symbol]
     if len(found) != 1:
         raise RuntimeError(f"{subject.build} compiled {len(found)} kernels named like {subject.symbol!r}, not one")
