@@ -156,7 +156,7 @@ def test_table(monkeypatch, capsys):
     assert e.value.code == 0
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if "test" in line]
-    assert rows[0] == "│ test │ 168 │ 24 240 │ 0 │ 1024 │ 0 │ 384 │".split()
+    assert rows[0] == ["│", "test", "│", "168", "│", "24", "240", "│", "0", "│", "1024", "│", "0", "│", "384", "│"]
     assert [n for n in rows[1] if n != "│"][:4] == ["test", "1024", "1056", "200"]
     assert "H200" in out
 
