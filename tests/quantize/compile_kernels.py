@@ -83,7 +83,8 @@ def compile_instead(kernel, *arguments, grid, warmup, **options):
             "shared": compiled.metadata.shared,
             "warps": flags.get("num_warps", 4),
             "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.M)),
-            "fused": len(re.findall(r"^\s*fma\.rn\.f32", ptx, re.M)),
+            # without a rounding of its own, free to be fused
+            "fusible": len(re.findall(r"^\s*(?:add|sub|mul)(?:\.ftz)?\.f32", ptx, re.M)),
             "e4m3": "cvt.rn.satfinite.e4m3x2.f32" in ptx,
             "wide_loads": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
         }

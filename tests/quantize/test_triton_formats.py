@@ -123,17 +123,15 @@ def test_exact_exponential():
 
 
 @triton.jit
-def _groups(x_ptr, codes_ptr, scales_ptr, R: tl.constexpr, ROWS: tl.constexpr):
+def _groups(x_ptr, words_ptr, scales_ptr, R: tl.constexpr, ROWS: tl.constexpr):
     i = tl.program_id(0) * R + tl.arange(0, R)
-    places = i[:, None] * 16 + tl.arange(0, 16)[None, :]
-    x = tl.load(x_ptr + places)
+    x = tl.load(x_ptr + i[:, None] * 16 + tl.arange(0, 16)[None, :])
     if ROWS:
         codes, scale_codes, scales = tf.nvfp4_rows(x, R, 16)
-        codes = tl.where(scales == 0.0, 0, codes)
+        words = tf.nibble_words(tl.where(scales == 0.0, 0, codes), R, 16)
     else:
-        codes, scale_codes = tf.nvfp4_columns(tl.reshape(tl.trans(x), (16, R, 1)))
-        codes = tl.trans(tl.reshape(codes, (16, R)))
-    tl.store(codes_ptr + places, codes)
+        words, scale_codes = tf.nvfp4_columns(tl.trans(x), 16, R)
+    tl.store(words_ptr + i[:, None] * 2 + tl.arange(0, 2)[None, :], words)
     tl.store(scales_ptr + i, tl.reshape(scale_codes, (R,)).to(tl.uint8))
 
 
@@ -155,12 +153,12 @@ def test_nvfp4_groups_round_as_divisions_do(rows):
     middle = torch.cat((middle.view(torch.float32).reshape(-1, 1), torch.randn(375, 15, generator=g)), 1)
     x = torch.cat((x, exact, -exact, middle, torch.zeros(1, 16)))
     x = torch.cat((x, torch.zeros(-len(x) % 512, 16)))
-    codes = torch.empty(x.shape, dtype=torch.int32, device=DEVICE)
+    words = torch.empty(len(x), 2, dtype=torch.int32, device=DEVICE)
     found = torch.empty(len(x), dtype=torch.uint8, device=DEVICE)
-    _groups[(len(x) // 512,)](x.to(DEVICE), codes, found, 512, rows, **tf.EXACT)
+    _groups[(len(x) // 512,)](x.to(DEVICE), words, found, 512, rows, **tf.EXACT)
     expected, expected_scales = _nvfp4(x)
     same(found.cpu(), expected_scales)
-    same(codes.cpu(), expected)
+    same(words.cpu().view(torch.uint8), formats.pack_nibbles(expected))
 
 
 @triton.jit

@@ -279,23 +279,59 @@ def _nvfp4_scale(amax):
     """Bits of groups' largest magnitudes -> their UE4M3 codes (int32) and scales, zero where all codes are."""
     raw = bits(_quotient(amax.to(tl.float32, bitcast=True), -6.0, 0.1666666716337204))
     raw = tl.where(amax >= INFINITY_BITS, NAN_BITS, raw).to(tl.float32, bitcast=True)
-    code = e4m3_words(raw, 0.0, 0.0, 0.0) & 255
+    code = e4m3_words(raw, raw, raw, raw) & 255
     value, _, _, _ = e4m3_values(code)
     return code, tl.where((code == 0) | (code == 0x7F), 0.0, value)
 
 
 @triton.jit
-def nvfp4_columns(groups):
-    """E2M1 codes (int32) of groups [16, A, B] and their UE4M3 scale codes (int32) [A, B].
+def _split_eight(x):
+    even, odd = tl.split(x)
+    x04, x26 = tl.split(even)
+    x15, x37 = tl.split(odd)
+    x0, x4 = tl.split(x04)
+    x1, x5 = tl.split(x15)
+    x2, x6 = tl.split(x26)
+    x3, x7 = tl.split(x37)
+    return x0, x1, x2, x3, x4, x5, x6, x7
 
-    The group is the slowest dimension so that a thread holds whole ones: no shuffles, and one scale per thread.
+
+@triton.jit
+def _largest_of_eight(x0, x1, x2, x3, x4, x5, x6, x7):
+    a = tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
+    b = tl.maximum(tl.maximum(magnitude(x4), magnitude(x5)), tl.maximum(magnitude(x6), magnitude(x7)))
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _quotient_word(d, r, x0, x1, x2, x3, x4, x5, x6, x7):
+    low = encode_e2m1(_quotient(x0, d, r)) | (encode_e2m1(_quotient(x1, d, r)) << 4)
+    low = low | (encode_e2m1(_quotient(x2, d, r)) << 8) | (encode_e2m1(_quotient(x3, d, r)) << 12)
+    high = encode_e2m1(_quotient(x4, d, r)) | (encode_e2m1(_quotient(x5, d, r)) << 4)
+    high = high | (encode_e2m1(_quotient(x6, d, r)) << 8) | (encode_e2m1(_quotient(x7, d, r)) << 12)
+    return low | (high << 16)
+
+
+@triton.jit
+def nvfp4_columns(x, R: tl.constexpr, W: tl.constexpr):
+    """NVFP4 of x [R, W] with a scale per 16 rows, transposed: code words [W, R / 8], UE4M3 codes (int32) [W, R / 16].
+
+    The rows of a group become tensors of their own, which puts a whole group into one thread.
     """
-    # Once per group, not once per thread that holds a part of one: hence ``keep``.
-    code, scale = _nvfp4_scale(magnitude(keep(tl.max(magnitude(groups), 0).to(tl.float32, bitcast=True))))
-    scale = keep(scale)
+    y = tl.permute(tl.reshape(x, (R // 16, 2, 2, 2, 2, W)), (5, 0, 2, 3, 4, 1))
+    y0, y1 = tl.split(y)
+    a0, a1, a2, a3, a4, a5, a6, a7 = _split_eight(y0)
+    b0, b1, b2, b3, b4, b5, b6, b7 = _split_eight(y1)
+    amax = tl.maximum(
+        _largest_of_eight(a0, a1, a2, a3, a4, a5, a6, a7), _largest_of_eight(b0, b1, b2, b3, b4, b5, b6, b7)
+    )
+    code, scale = _nvfp4_scale(amax)
     divisor = tl.where(scale == 0.0, 1.0, scale)
-    codes = encode_e2m1(_quotient(groups, -divisor[None, :, :], keep(_reciprocal(divisor))[None, :, :]))
-    return tl.where((scale == 0.0)[None, :, :], 0, codes), code
+    d, r = -divisor, _reciprocal(divisor)
+    first = _quotient_word(d, r, a0, a1, a2, a3, a4, a5, a6, a7)
+    second = _quotient_word(d, r, b0, b1, b2, b3, b4, b5, b6, b7)
+    words = tl.join(tl.where(scale == 0.0, 0, first), tl.where(scale == 0.0, 0, second))
+    return tl.reshape(words, (W, R // 8)), code
 
 
 @triton.jit

@@ -212,7 +212,7 @@ def _gradient_kernel(
                 w3, s3, p3 = _four(x3 * scale, o3, back, R, W)
             store_rows(join_chunks(w0, w1, w2, w3, CHUNKS), codes_ptr + row // 8, row_mask, D // 8)
             store_rows(join_chunks(s0, s1, s2, s3, CHUNKS), scales_ptr + row // 16, row_mask, D // 16)
-            codes = columns_ptr + channels * (capacity // 2) + place // 2
+            codes = columns_ptr + channels * (capacity // 8) + place // 8
             scales = column_scales_ptr + channels * (capacity // 16) + place // 16
             store_nvfp4_columns(
                 x0 * document_scale, x1 * document_scale, x2 * document_scale, x3 * document_scale, codes, scales,
@@ -434,7 +434,7 @@ def quantize_gradient(
         made: dict[str, Payload] = {names[NVFP4Rows]: rows4, names[NVFP4Columns]: columns4}
         outputs = (
             rows4.codes.view(torch.int32), rows4.scales, rows4.exponents,
-            columns4.codes, columns4.scales, columns4.exponents,
+            columns4.codes.view(torch.int32), columns4.scales, columns4.exponents,
         )  # fmt: skip
     else:
         eight = E4M3Payload(new(total, heads, dim), new(heads, total), new(heads, dim, capacity) if columns else new(0))

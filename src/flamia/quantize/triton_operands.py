@@ -134,18 +134,10 @@ def _nvfp4_words(x, R: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def pack_groups(codes, A: tl.constexpr, B: tl.constexpr):
-    """Codes 0..15 of groups [16, A, B] -> bytes [A, 8 B], even element low."""
-    pairs = tl.permute(tl.reshape(codes, (8, 2, A, B)), (2, 3, 0, 1))
-    low, high = tl.split(pairs)
-    return tl.reshape((low | (high << 4)).to(tl.uint8), (A, B * 8))
-
-
-@triton.jit
-def nvfp4_column_chunk(x, pointer, scale_pointer, R: tl.constexpr, W: tl.constexpr):
-    """NVFP4 along the rows of one chunk [R, W]: bytes at pointer [W, R / 2], scales at scale_pointer [W, R / 16]."""
-    codes, scales = nvfp4_columns(tl.permute(tl.reshape(x, (R // 16, 16, W)), (1, 2, 0)))
-    tl.store(pointer, pack_groups(codes, W, R // 16))
+def _nvfp4_column_chunk(x, pointer, scale_pointer, R: tl.constexpr, W: tl.constexpr):
+    """NVFP4 along the rows of one chunk [R, W]: words at pointer [W, R / 8], scales at scale_pointer [W, R / 16]."""
+    words, scales = nvfp4_columns(x, R, W)
+    tl.store(pointer, words)
     tl.store(scale_pointer, scales.to(tl.uint8))
 
 
@@ -153,16 +145,17 @@ def nvfp4_column_chunk(x, pointer, scale_pointer, R: tl.constexpr, W: tl.constex
 def store_nvfp4_columns(
     x0, x1, x2, x3, pointer, scale_pointer, capacity, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
-    """NVFP4 along the rows of a tile; the pointers at its first channel and position, capacity: C, int64."""
+    """NVFP4 along the rows of a tile; the pointers (int32, uint8) at its first channel and position; capacity: C."""
     channel = tl.arange(0, W)[:, None]
-    pointer += channel * (capacity // 2) + tl.arange(0, R // 2)[None, :]
-    scale_pointer += channel * (capacity // 16) + tl.arange(0, R // 16)[None, :]
-    nvfp4_column_chunk(x0, pointer, scale_pointer, R, W)
-    nvfp4_column_chunk(x1, pointer + W * (capacity // 2), scale_pointer + W * (capacity // 16), R, W)
+    words, groups = capacity // 8, capacity // 16
+    pointer += channel * words + tl.arange(0, R // 8)[None, :]
+    scale_pointer += channel * groups + tl.arange(0, R // 16)[None, :]
+    _nvfp4_column_chunk(x0, pointer, scale_pointer, R, W)
+    _nvfp4_column_chunk(x1, pointer + W * words, scale_pointer + W * groups, R, W)
     if D > 2 * W:
-        nvfp4_column_chunk(x2, pointer + W * capacity, scale_pointer + W * (capacity // 8), R, W)
+        _nvfp4_column_chunk(x2, pointer + 2 * W * words, scale_pointer + 2 * W * groups, R, W)
     if D > 3 * W:
-        nvfp4_column_chunk(x3, pointer + 3 * W * (capacity // 2), scale_pointer + 3 * W * (capacity // 16), R, W)
+        _nvfp4_column_chunk(x3, pointer + 3 * W * words, scale_pointer + 3 * W * groups, R, W)
 
 
 @triton.jit
@@ -241,7 +234,7 @@ def _operand_kernel(
         store_rows(join_chunks(w0, w1, w2, w3, CHUNKS), rows4_ptr + row // 8, row_mask, D // 8)
         store_rows(join_chunks(s0, s1, s2, s3, CHUNKS), scales4_ptr + row // 16, row_mask, D // 16)
     if COLUMNS4:
-        codes = columns4_ptr + channels * (capacity // 2) + block * (R // 2)
+        codes = columns4_ptr + channels * (capacity // 8) + block * (R // 8)
         scales = column_scales4_ptr + channels * (capacity // 16) + block * (R // 16)
         store_nvfp4_columns(x0, x1, x2, x3, codes, scales, capacity, R, W, D)
 
@@ -322,11 +315,12 @@ def quantize_operand(
     if capacity and heads:
         _operand_kernel[(capacity // ROWS * heads,)](
             x, x.stride(0), x.stride(1), tables.blocks, e4m3.codes.view(torch.int32), e4m3.exponents,
-            e4m3.columns.view(torch.int32), nv_rows.codes.view(torch.int32), nv_rows.scales, nv_columns.codes,
-            nv_columns.scales, tokens.codes.view(torch.int32), tokens.exponents, amax, table.view(torch.int32), total,
-            capacity // ROWS, documents, HEADS=heads, D=dim, W=chunk_width(dim), R=ROWS, ROTATE=rotate,
-            EIGHT=eight is not None, PER_TOKEN=per_token, WITH_COLUMNS=eight is not None and eight.columns is not None,
-            ORDER=order, ROWS4=rows4 is not None, COLUMNS4=columns4 is not None, TOKENS4=tokens4 is not None,
+            e4m3.columns.view(torch.int32), nv_rows.codes.view(torch.int32), nv_rows.scales,
+            nv_columns.codes.view(torch.int32), nv_columns.scales, tokens.codes.view(torch.int32), tokens.exponents,
+            amax, table.view(torch.int32), total, capacity // ROWS, documents, HEADS=heads, D=dim,
+            W=chunk_width(dim), R=ROWS, ROTATE=rotate, EIGHT=eight is not None, PER_TOKEN=per_token,
+            WITH_COLUMNS=eight is not None and eight.columns is not None, ORDER=order,
+            ROWS4=rows4 is not None, COLUMNS4=columns4 is not None, TOKENS4=tokens4 is not None,
             AMAX=maxima is not None, LEAST=least, num_warps=chunk_warps(dim), **EXACT,
         )  # fmt: skip
     # In the order of the specs, which is that of Payloads.flatten.
