@@ -114,7 +114,10 @@ def test_spills_are_bytes_of_a_thread():
         [("STL.64 [R1], R4", 2), ("LDL R4, [R1]", 1), (EX2, 8), (PACK, 4), ("QGMMA.64x8x32 R1, gdesc[UR8]", 1)]
     )
     report = make_report(SUBJECT, "sm_90a", Binary("k", code, 168, 16, 0, 384, 0, ()))
-    assert report.spill_bytes == 2 * 8 + 4
+    assert (report.spill_bytes, report.loop_spill_bytes) == (2 * 8 + 4, 2 * 8 + 4)
+    outside = listing([("STL.64 [R1], R4", 2)], [(EX2, 8), (PACK, 4), ("QGMMA.64x8x32 R1, gdesc[UR8]", 1)])
+    report = make_report(SUBJECT, "sm_90a", Binary("k", outside, 168, 16, 0, 384, 0, ()))
+    assert (report.spill_bytes, report.loop_spill_bytes) == (16, 0)
 
 
 def test_sizes_from_texts():
@@ -156,7 +159,26 @@ def test_table(monkeypatch, capsys):
     assert e.value.code == 0
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if "test" in line]
-    assert rows[0] == ["│", "test", "│", "168", "│", "24", "240", "│", "0", "│", "1024", "│", "0", "│", "384", "│"]
+    assert rows[0] == [
+        "│",
+        "test",
+        "│",
+        "168",
+        "│",
+        "24",
+        "240",
+        "│",
+        "0",
+        "│",
+        "0",
+        "│",
+        "1024",
+        "│",
+        "0",
+        "│",
+        "384",
+        "│",
+    ]
     assert [n for n in rows[1] if n != "│"][:4] == ["test", "1024", "1056", "200"]
     assert "H200" in out
 

@@ -42,7 +42,7 @@ def _table(reports: list[Report]) -> None:
 
     console = Console()
     sizes = Table(title="Per kernel", title_justify="left")
-    for name in ("kernel", "registers", "by role", "spills [B]", "smem [B]", "tmem columns", "threads"):
+    for name in ("kernel", "registers", "by role", "spills [B]", "in the loop", "smem [B]", "tmem columns", "threads"):
         sizes.add_column(name, justify="left" if name == "kernel" else "right")
     tile = Table(title=f"Cycles per 128×128 tile and SM ({reports[0].chip})", title_justify="left")
     tile.add_column("kernel")
@@ -50,7 +50,7 @@ def _table(reports: list[Report]) -> None:
         tile.add_column(name, justify="right")
     for r in reports:
         roles = " ".join(map(str, r.roles)) or "-"
-        row = (r.registers, roles, r.spill_bytes, r.smem_bytes, r.tmem_columns, r.threads)
+        row = (r.registers, roles, r.spill_bytes, r.loop_spill_bytes, r.smem_bytes, r.tmem_columns, r.threads)
         sizes.add_row(r.kernel, *map(str, row))
         tile.add_row(r.kernel, *(f"{r.cycles[c]:.0f}" for c in _COLUMNS), f"{r.bound:.0f}", r.unit)
     console.print(sizes)

@@ -27,7 +27,8 @@ class Report:
 
     Attributes:
         kernel, arch, chip, peer: what was read. ``registers`` per thread at launch, ``roles`` after setmaxnreg.
-        spill_bytes: per thread, of all stores to and loads from local memory. ``stack_bytes`` per thread.
+        spill_bytes: per thread, of all stores to and loads from local memory in the code. loop_spill_bytes: those of
+            one turn of the hot loop. stack_bytes: per thread.
         smem_bytes, threads: per CTA. ``tmem_columns``: allocated, of 512.
         opcodes: products and bulk reductions in the whole kernel, by machine instruction.
         counts: lanes of each unit per tile, ``shared_bytes``, ``emulated`` exponentials, ``warp_instructions``, and
@@ -43,6 +44,7 @@ class Report:
     registers: int
     roles: tuple[int, ...]
     spill_bytes: int
+    loop_spill_bytes: int
     stack_bytes: int
     smem_bytes: int
     tmem_columns: int
@@ -91,7 +93,8 @@ def make_report(subject: Subject, arch: str, binary: Binary) -> Report:
     flops = subject.products * 2 * TILE * TILE * subject.head_dim
     tflops = {u: flops * chip.sms * chip.ghz * 1e9 / c / 1e12 for u, c in cycles.items() if c}
     unit = min(tflops, key=lambda u: tflops[u])
-    local = sum(count([i])["local_bytes"] for i in binary.code.instructions) // 32
+    local = count(binary.code.instructions)["local_bytes"] // 32
+    hot = count(weights_loop(binary.code.loops).all)["local_bytes"] // 32
     counts = {unit: 32 * tile[unit] for unit in (*UNITS, "emulated")}
     counts |= {"shared_bytes": tile["shared_bytes"], "warp_instructions": tile["issue"], "skippable": tile["skippable"]}
     return Report(
@@ -102,6 +105,7 @@ def make_report(subject: Subject, arch: str, binary: Binary) -> Report:
         registers=binary.registers,
         roles=binary.roles,
         spill_bytes=local,
+        loop_spill_bytes=hot,
         stack_bytes=binary.stack_bytes,
         smem_bytes=binary.smem_bytes,
         tmem_columns=binary.tmem_columns,
