@@ -1,0 +1,213 @@
+"""The Hopper backward through the public calls, on the device: against the reference backend, and what it promises.
+
+On a machine without the DSL: `flamia compile` elsewhere into one folder, and FLAMIA_KERNELS here.
+
+    flamia compile --out FOLDER --ratios 1,4 --backward
+    flamia compile --out FOLDER --ratios 1,4 --backward --deterministic
+    flamia compile --out FOLDER --head-dims 128 --ratios 3 --masks causal --backward
+    flamia compile --out FOLDER --head-dims 128 --ratios 1 --masks causal --dtypes fp16 --backward
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import flamia
+from flamia import flash_attn_func, flash_attn_varlen_func
+from flamia.sm90 import kernels
+
+pytest.importorskip("triton")
+pytest.importorskip("tvm_ffi")
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper device")
+
+# Relative RMS. Roundings to BF16 on both sides, 1.1e-3 each; FP16 additions of dq, 2^-11 of the running sum for each of
+# its key tiles; sums of FP8 products that keep some 13 bits, and the codes of P and dS that they move by a step.
+BOUND = 1e-2
+
+
+@pytest.fixture(autouse=True)
+def gradients_are_wanted(monkeypatch):
+    monkeypatch.setattr(kernels, "TRAINS", True)
+
+
+def offsets(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+
+
+def tensors(total_q: int, total_k: int, heads: int = 4, kv: int = 1, dim: int = 128, seed: int = 0) -> list[Tensor]:
+    """q, k, v and do."""
+    g = torch.Generator("cuda").manual_seed(seed)
+    shapes = ((total_q, heads), (total_k, kv), (total_k, kv), (total_q, heads))
+    return [torch.randn(n, h, dim, generator=g, device="cuda").bfloat16() for n, h in shapes]
+
+
+def gradients(q, k, v, do, cu_q, cu_k=None, *, dlse: Tensor | None = None, **options) -> tuple[Tensor, Tensor, Tensor]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    # Memory that launches leave unset would show this.
+    poison = torch.full((8 * q.numel(),), torch.nan, device="cuda")
+    del poison
+    o, lse = flash_attn_varlen_func(*leaves, cu_q, cu_k, return_lse=True, **options)
+    outputs, given = ([o], [do]) if dlse is None else ([o, lse], [do, dlse])
+    made = torch.autograd.grad(outputs, leaves, given)
+    plan = flamia.last_plan()
+    assert plan is not None
+    assert plan.backend == options.get("backend", "sm90")
+    return made
+
+
+def agree(q, k, v, do, cu_q, cu_k=None, *, recipe="mxfp8", **options) -> None:
+    ours = gradients(q, k, v, do, cu_q, cu_k, recipe=recipe, **options)
+    twin = flamia.get_recipe(recipe).with_variant("folded")
+    theirs = gradients(q, k, v, do, cu_q, cu_k, recipe=twin, backend="reference", **options)
+    for name, x, y in zip(("dq", "dk", "dv"), ours, theirs, strict=True):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        assert x.isfinite().all(), name
+        assert (x.double() - y.double()).norm() <= BOUND * y.double().norm() + 1e-9, name
+
+
+MASKS = {
+    "full": {},
+    "causal": dict(causal=True),
+    "window": dict(window_size=(100, 0)),
+    "both sides": dict(window_size=(50, 30)),
+}
+LENGTHS = {
+    "one": ([700], None),
+    "packed": ([129, 0, 31, 127, 1, 33, 300], None),
+    "unequal": ([33, 1, 100, 0, 257], [150, 1, 20, 9, 513]),
+}
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("heads", [(2, 2), (8, 2)], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_agrees_with_the_reference(dim, heads, mask, lengths):
+    len_q, len_k = LENGTHS[lengths]
+    inputs = tensors(sum(len_q) + 3, sum(len_k or len_q) + 3, *heads, dim)
+    agree(*inputs, offsets(len_q), offsets(len_k) if len_k else None, **MASKS[mask])
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_deterministic_calls_repeat_bit_by_bit_and_agree(dim):
+    inputs, cu = tensors(3000, 3000, 8, 2, dim), offsets([1, 2000, 77, 922])
+    agree(*inputs, cu, causal=True, deterministic=True)
+    first = gradients(*inputs, cu, causal=True, deterministic=True)
+    for _ in range(5):
+        for x, y in zip(gradients(*inputs, cu, causal=True, deterministic=True), first, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_gradient_through_lse():
+    inputs, cu = tensors(500, 500), offsets([150, 350])
+    dlse = torch.randn(4, 500, generator=torch.Generator("cuda").manual_seed(3), device="cuda")
+    agree(*inputs, cu, causal=True, dlse=dlse)
+
+
+def test_fp16():
+    inputs = [x.half() for x in tensors(500, 500, 2, 2)]
+    agree(*inputs, offsets([150, 350]), causal=True)
+
+
+@pytest.mark.parametrize(
+    ("cu_q", "cu_k"),
+    [
+        ([0, 0, 1208, 2048, 2048], [0, 2538, 4280, 5120, 8192]),
+        ([0, 0, 1023], [0, 1, 2045]),
+        ([0, 76, 110, 256], [0, 1, 2, 3]),
+        ([0, 0], [0, 5]),
+        ([0, 5], [0, 0]),
+    ],
+    ids=["empty", "tiny and empty", "more queries than keys", "no query", "no key"],
+)
+def test_empty_tiny_and_unequal_documents(cu_q, cu_k):
+    inputs = tensors(cu_q[-1], cu_k[-1])
+    agree(*inputs, *(torch.tensor(x, dtype=torch.int32, device="cuda") for x in (cu_q, cu_k)), causal=True)
+
+
+def test_empty_documents_among_single_tokens_and_odd_gqa():
+    agree(*tensors(4, 4, 9, 3), offsets([1, 0, 1, 1, 0, 0, 1]), causal=True)
+
+
+def test_a_poisoned_tail_changes_nothing():
+    inputs, cu = tensors(500, 500), offsets([130, 331])
+    clean = gradients(*inputs, cu, causal=True, deterministic=True)
+    for x in inputs:
+        x[461:] = math.nan
+    for x, y in zip(gradients(*inputs, cu, causal=True, deterministic=True), clean, strict=True):
+        assert torch.equal(x[:461], y[:461])
+        assert (x[461:] == 0).all()
+
+
+def test_strided_gradients():
+    q, k, v, do = tensors(500, 500)
+    cu = offsets([150, 350])
+    options = dict(causal=True, deterministic=True)
+    wide = torch.stack((do, do), 1)[:, 0]
+    ones = torch.ones((), dtype=torch.bfloat16, device="cuda").expand(do.shape)
+    for strided in (wide, ones):
+        ours = gradients(q, k, v, strided, cu, **options)
+        for x, y in zip(ours, gradients(q, k, v, strided.contiguous(), cu, **options), strict=True):
+            assert torch.equal(x, y)
+
+
+def test_large_logits_and_outliers_are_finite():
+    for scale in (3.0, 30.0):
+        q, k, v, do = tensors(1024, 1024)
+        for x in gradients(scale * q, scale * k, scale * v, do, offsets([1024]), causal=True):
+            assert x.isfinite().all()
+    q, k, v, do = tensors(1024, 1024)
+    q[..., 7] *= 100
+    k[..., 7] *= 100
+    agree(q, k, v, do, offsets([500, 524]), causal=True)
+
+
+def test_no_synchronisation_and_replays_with_other_lengths():
+    total, capacity = 3000, 9
+    q, k, v, do = tensors(total, total)
+    for x in (q, k, v):
+        x.requires_grad_()
+    cu = offsets([total] + [0] * (capacity - 1))
+
+    def step():
+        o = flash_attn_varlen_func(q, k, v, cu, causal=True, deterministic=True)
+        return torch.autograd.grad(o, (q, k, v), do)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for lengths in ([3000], [1, 0, 500, 33, 129, 2000], [100] * 9):
+        cu.copy_(offsets(lengths + [0] * (capacity - len(lengths))))
+        for x in captured:
+            x.fill_(torch.nan)
+        graph.replay()
+        for x, y in zip(captured, step(), strict=True):
+            assert torch.equal(x, y)
+
+
+def test_compiled_whole():
+    def layer(q, k, v):
+        return flash_attn_func(q * 2, k, v, causal=True, deterministic=True).float().pow(2).sum()
+
+    def run(function):
+        leaves = [x.view(2, 250, *x.shape[1:]).detach().requires_grad_() for x in tensors(500, 500)[:3]]
+        return torch.autograd.grad(function(*leaves), leaves)
+
+    for x, y in zip(run(torch.compile(layer, fullgraph=True)), run(layer), strict=True):
+        assert (x.double() - y.double()).norm() <= 1e-3 * y.double().norm()  # fused arithmetic around the call
