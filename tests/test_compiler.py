@@ -57,7 +57,7 @@ def ready(tmp_path_factory):
     sys.path.insert(0, KERNELS)
     try:
         compiler.compile_to(SMALL, folder)
-        compiler.write_index(folder, [SMALL])
+        compiler.write_index(folder, [compiler.index_entry(SMALL)])
     finally:
         sys.path.remove(KERNELS)
     return folder

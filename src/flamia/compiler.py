@@ -139,12 +139,11 @@ def compile_to(kernel: Kernel, folder: Path) -> Path:
     return path
 
 
-def write_index(folder: Path, kernels: Iterable[Kernel]) -> None:
-    """Add kernels, whose libraries lie in the folder, to its index; entries of older sources leave it."""
+def write_index(folder: Path, made: Iterable[dict[str, Any]]) -> None:
+    """Add entries of kernels whose libraries lie in the folder to its index, in place of those of older sources."""
     with _locked(folder / ".locks" / "index"):
         entries = {e["name"]: e for e in _read_index(folder)} if (folder / INDEX).exists() else {}
-        for kernel in kernels:
-            entries[kernel.name] = _entry(kernel)
+        entries |= {entry["name"]: entry for entry in made}
         text = json.dumps({"format": 1, "kernels": [entries[name] for name in sorted(entries)]}, indent=1)
         temporary = folder / f".{INDEX}.{os.getpid()}"
         temporary.write_text(text, encoding="utf-8")
@@ -231,7 +230,8 @@ def _file_name(kernel: Kernel) -> str:
 # --------------------------------------------------------------------------------------------- where libraries are
 
 
-def _entry(kernel: Kernel) -> dict[str, Any]:
+def index_entry(kernel: Kernel) -> dict[str, Any]:
+    """What an index says about a kernel that this process has compiled, or could."""
     return {
         "name": kernel.name,
         "arch": kernel.arch,

@@ -8,14 +8,14 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flamia.compiler import Kernel, compile_to, write_index
+from flamia.compiler import Kernel, compile_to, index_entry, write_index
 from flamia.plan import Plan
 from flamia.recipe import get_recipe
 
@@ -113,17 +113,22 @@ def build(kernels: list[Kernel], out: Path, jobs: int, console: Console | None =
         Progress(*columns, console=console) as progress,
     ):
         bar = progress.add_task("kernels", total=len(kernels))
-        waiting = {pool.submit(compile_to, kernel, out): kernel for kernel in kernels}
+        waiting = [pool.submit(_compile, kernel, out) for kernel in kernels]
         try:
             for done in as_completed(waiting):
-                done.result()
-                write_index(out, [waiting[done]])
+                write_index(out, [done.result()])
                 progress.advance(bar)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
     size = sum(file.stat().st_size for file in out.glob("*.so"))
     console.print(f"{len(kernels)} kernels in {out}, {size / 2**20:.1f} MiB. Use them with FLAMIA_KERNELS={out}")
+
+
+def _compile(kernel: Kernel, out: Path) -> dict[str, Any]:
+    # The entry comes from the process that compiled, should sources change meanwhile.
+    compile_to(kernel, out)
+    return index_entry(kernel)
 
 
 def _words(text: str) -> list[str]:
