@@ -31,6 +31,7 @@ from flamia.sm90.backward import Backward, compile_backward
 from flamia.sm90.work import Masks
 from flamia.worklists import work_lists
 from softgpu.cutedsl import compiling
+from softgpu.machine import Launch
 
 _KERNELS = {}
 
@@ -158,25 +159,84 @@ class Case:
 CAUSAL, FULL, WINDOW = Masks(False, True), Masks(False, False), Masks(True, True)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+SHAPES = {
+    "one": ([300], [300]),
+    "packed": ([129, 0, 31, 127], [129, 5, 31, 127]),
+    "unequal": ([33, 1, 100], [150, 1, 20]),
+}
+FEW = [
+    (64, FULL, (None, None), "unequal"),
+    (64, CAUSAL, (None, 0), "packed"),
+    (64, WINDOW, (50, 30), "one"),
+    (64, WINDOW, (50, 30), "unequal"),
+    (128, CAUSAL, (None, 0), "one"),
+    (128, CAUSAL, (None, 0), "packed"),
+]
+ALL = [
+    (head_dim, masks, window, shape)
+    for head_dim in (64, 128)
+    for masks, window in ((FULL, (None, None)), (CAUSAL, (None, 0)), (WINDOW, (100, 0)), (WINDOW, (50, 30)))
+    for shape in SHAPES
+]
+
+
 @pytest.mark.parametrize(
-    ("masks", "window"), [(FULL, (None, None)), (CAUSAL, (None, 0)), (WINDOW, (100, 0)), (WINDOW, (50, 30))], ids=str
+    ("head_dim", "masks", "window", "shape"),
+    [*FEW, *(pytest.param(*one, marks=pytest.mark.slow) for one in ALL if one not in FEW)],
+    ids=str,
 )
-@pytest.mark.parametrize(
-    ("len_q", "len_k"),
-    [([300], [300]), ([129, 0, 31, 127], [129, 5, 31, 127]), ([33, 1, 100], [150, 1, 20])],
-    ids=["one", "packed", "unequal"],
-)
-def test_backward_equals_its_twin(soft_device, head_dim, masks, window, len_q, len_k):
-    case = Case(len_q, len_k, 2, 1, head_dim, *window)
+def test_backward_equals_its_twin(soft_device, head_dim, masks, window, shape):
+    case = Case(*SHAPES[shape], 2, 1, head_dim, *window)
     case.check(case.run(kernel(soft_device, head_dim, 2, masks)))
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "section"), [(1, 1, 1), (6, 2, 2), (6, 2, 1)], ids=str)
+def test_shared_kv_heads_and_sections(soft_device, heads, kv_heads, section):
+    case = Case([140, 60], [140, 60], heads, kv_heads, 64, None, 0)
+    case.check(case.run(kernel(soft_device, 64, heads // kv_heads, CAUSAL), section=section, ctas=3))
+
+
+def test_tokens_of_very_different_size(soft_device):
+    """Exponents of all operands vary, dS needs new ones often, and lse has a gradient."""
+    case = Case([200], [200], 2, 1, 64, None, 0, spread=3, dlse=True)
+    case.check(case.run(kernel(soft_device, 64, 2, CAUSAL)))
+
+
+def test_causal_scale_of_the_accumulator(soft_device):
+    case = Case([150], [150], 2, 1, 64, None, 0, spread=1, accumulator_scale="causal")
+    case.check(case.run(kernel(soft_device, 64, 2, CAUSAL, causal_scale=True)))
+
+
+def test_fp16_gradients(soft_device):
+    # FP16 keeps three bits more than BF16.
+    case = Case([140, 60], [140, 60], 2, 1, 64, None, 0)
+    case.check(case.run(kernel(soft_device, 64, 2, CAUSAL, torch.float16), torch.float16), (2e-3, 5e-4, 5e-4))
+
+
+def test_schedule_order_changes_no_bit(soft_device, soft_device_shuffled):
+    """dk and dv of one CTA or several, and dq of one."""
+    case = Case([100, 70], [100, 70], 2, 1, 64, None, 0)
+    first = case.run(kernel(soft_device, 64, 2, CAUSAL), ctas=1)
+    again = case.run(kernel(soft_device_shuffled, 64, 2, CAUSAL), ctas=1)
+    for x, y in zip(first, again, strict=True):
+        assert torch.equal(x.nan_to_num(), y.nan_to_num())
+
+
 @pytest.mark.parametrize(("masks", "window"), [(CAUSAL, (None, 0)), (WINDOW, (150, 200))], ids=str)
-def test_deterministic_order(soft_device, masks, window):
+def test_deterministic_order(soft_device, masks, window, monkeypatch):
     """dq is the same to the bit whoever comes first. CTAs of the device run one after another until they wait."""
+    monkeypatch.setitem(Launch.__init__.__kwdefaults__, "quantum", 300)  # turns that a waiting warp takes
     case = Case([140, 20], [300, 20], 1, 1, 64, *window)
     launch = kernel(soft_device, 64, 1, masks, deterministic=True)
     alone = case.run(launch, ctas=1)
     case.check(alone)
     assert torch.equal(alone[0], case.run(launch, ctas=2)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(dict(head_dim=96), "head_dim must be 64 or 128, got 96"), (dict(stages=3), "stages must be 2 or 4, got 3")],
+)
+def test_what_no_kernel_is_made_for_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Backward(**dict(dict(head_dim=64, ratio=1, masks=CAUSAL, rotate=False), **options))

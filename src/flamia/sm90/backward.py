@@ -20,7 +20,16 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from flamia.sm90 import gradients
-from flamia.sm90.instructions import as_bits, as_float, bulk_add_half, clear_after, load_acquire, pack_half, raise_to
+from flamia.sm90.instructions import (
+    as_bits,
+    as_float,
+    bulk_add_half,
+    clear_after,
+    load_acquire,
+    pack_half,
+    raise_to,
+    store_matrices,
+)
 from flamia.sm90.key_work import STEP, KeyItem, KeyTables, key_item_at, turn
 from flamia.sm90.work import TILE, Masks
 
@@ -28,8 +37,9 @@ THREADS = 384
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 # Numbers of a step in shared memory, 32 bits each: three per query (``gradients.place``, but for the last), then eight
 # of the step: c 2^e_Q and C - 8 + e_Q of its two blocks, 2^(C - 8), how many tiles of keys add to dq before this one.
-ADDEND, B, DQ, FACTOR, UNIT, DV, TURN, NUMBERS = 0, 64, 128, 192, 194, 196, 197, 200
+ADDEND, B, DQ, FACTOR, UNIT, DV, TURN, NUMBERS = 0, 80, 160, 224, 226, 228, 229, 232
 NONE = -1000
+SLAB = 512  # words of shared memory in which a warp lays out what it writes
 
 
 class Backward:
@@ -38,7 +48,7 @@ class Backward:
     Args:
         head_dim: 64 or 128. ratio: query heads per kv head. masks: which sides of the window are bounded.
         rotate: whether dk is rotated back. causal_scale: the accumulator's prescale is per token, not per document.
-        deterministic: key tiles add to dq in the order of the list. stages: steps in flight, a power of two.
+        deterministic: key tiles add to dq in the order of the list. stages: steps in flight, 2 or 4.
     """
 
     def __init__(
@@ -50,10 +60,12 @@ class Backward:
         rotate: bool,
         causal_scale: bool = False,
         deterministic: bool = False,
-        stages: int = 2,
+        stages: int = 4,
     ) -> None:
         if head_dim not in (64, 128):
             raise ValueError(f"head_dim must be 64 or 128, got {head_dim}")
+        if stages not in (2, 4):
+            raise ValueError(f"stages must be 2 or 4, got {stages}")
         self.head_dim, self.ratio, self.masks, self.stages = head_dim, ratio, masks, stages
         self.rotate, self.causal_scale, self.deterministic = rotate, causal_scale, deterministic
         self.halves = head_dim // 64
@@ -145,7 +157,7 @@ class Backward:
             sQc: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sQc_layout)], 1024]
             sTc: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sQc_layout)], 1024]
             sdS: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sdS_layout)], 1024]
-            slabs: cute.struct.Align[cute.struct.MemRange[Int32, 8 * self.slab // 2], 128]
+            slabs: cute.struct.Align[cute.struct.MemRange[Int32, 8 * SLAB], 128]
 
         self.Storage = Storage
         self.kernel(
@@ -350,7 +362,7 @@ class Backward:
         registers = (x, x_q, sums, words)
         # dS row of this lane's query, and of its 16 bytes those of this warp's keys, swizzled
         spot = Int32(plain[3].toint()) + lane * TILE + ((warp ^ lane % 8) << 4)
-        slab = plain[4] + warp * (self.slab // 2)
+        slab = plain[4] + warp * SLAB
         at, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         n, tile = Int32(0), Int32(0)
         while at < work[0]:
@@ -385,7 +397,7 @@ class Backward:
                     tile += 1
                 self.release(kv_empty)
                 n += 1
-            self.store(sums, outputs, item, key + lane // 4, e_k, work[2][1], lane)
+            self.store(sums, outputs, item, warp, lane, e_k, work[2][1], slab)
             at += step
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -481,12 +493,14 @@ class Backward:
         cute.arch.mbarrier_wait(ds_empty + buffer, ((tile >> 1) + 1) & 1)
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
         found = [as_float(tops[i, top, group]) for i in range(2)]
-        first, second, both, known = gradients.kept_exponents(found, e, kept[1])
+        first, second, both, known = e, e, e, kept[1]
         address = spot + buffer * (STEP * TILE)
-        if first != e or second != e:
+        changes = known == 0 or not (gradients.serves(found[0]) and gradients.serves(found[1]))
+        if changes:
+            first, second, both, known = gradients.kept_exponents(found, e, known)
             gradients.scaled_codes(ds, [gradients.power(e - first), gradients.power(e - second)], words[1])
         gradients.store_codes(words[1], address)
-        if first != second:
+        if changes:
             gradients.scaled_codes(ds, [gradients.power(e - both)] * 2, words[1])
         if warp % 4 == 0 and lane == 0:
             shared_e[0, buffer, group], shared_e[1, buffer, group] = first, second
@@ -498,7 +512,7 @@ class Backward:
     @cute.jit
     def per_query(self, values, kind: cutlass.Constexpr, stage, lane):
         """Numbers of the thread's 16 queries, [2, 8]."""
-        source = (values.iterator + (stage * NUMBERS + kind + lane % 4 * 16)).align(16)
+        source = (values.iterator + (stage * NUMBERS + kind + lane % 4 * gradients.STRIDE)).align(16)
         numbers = cute.make_rmem_tensor((2, 8), Float32)
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout((2, 8))), numbers)
         return numbers
@@ -582,8 +596,8 @@ class Backward:
             cute.arch.red(target, Int32(1), op="add", dtype="u32", sem="release", scope="gpu")
 
     @cute.jit
-    def store(self, sums, outputs, item, key, e_k, softmax_scale, lane):
-        """Write the thread's two rows of dk and dv; rows past the document's end are not written."""
+    def store(self, sums, outputs, item, warp, lane, e_k, softmax_scale, slab):
+        """Write this warp's 16 rows of dk and dv; rows past the document's end are not written."""
         dv, dk = sums
         factor = gradients.power(-e_k) * softmax_scale
         for i in cutlass.range_constexpr(cute.size(dk)):
@@ -591,15 +605,30 @@ class Backward:
         if const_expr(self.rotate):
             gradients.rotate_back(dk)
         kind = "bf16" if const_expr(outputs[0].element_type is BFloat16) else "f16"
-        for r in cutlass.range_constexpr(2):
-            if key + 8 * r < item.len_k:
-                token = item.k_start + key + 8 * r
-                for i in cutlass.range_constexpr(2):
-                    rows = cute.recast_tensor(outputs[i][token, item.kv, None], Int32)
-                    for h in cutlass.range_constexpr(self.halves):
-                        for j in cutlass.range_constexpr(8):
-                            x = (dk, dv)[i]
-                            rows[32 * h + 4 * j + lane % 4] = pack_half(x[0, r, j, h], x[1, r, j, h], kind)
+        key = item.k0 + warp * 16
+        if lane == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        # 64 channels at a time through shared memory, in 16-byte pieces moved so that no bank is asked twice
+        base, row = Int32(slab.toint()), lane % 16
+        for i in cutlass.range_constexpr(2):
+            for h in cutlass.range_constexpr(self.halves):
+                x = (dk, dv)[i]
+                for j in cutlass.range_constexpr(0, 8, 2):
+                    four = [pack_half(x[0, n % 2, j + n // 2, h], x[1, n % 2, j + n // 2, h], kind) for n in range(4)]
+                    store_matrices(base + row * 128 + (((j + lane // 16) ^ row % 8) << 4), *four)
+                cute.arch.sync_warp()
+                for n in cutlass.range_constexpr(4):
+                    line, piece = 4 * n + lane // 8, lane % 8
+                    words = cute.make_rmem_tensor((4,), Int32)
+                    source = (slab + (line * 32 + ((piece ^ line % 8) << 2))).align(16)
+                    cute.autovec_copy(cute.make_tensor(source, cute.make_layout((4,))), words)
+                    if key + line < item.len_k:
+                        token = Int64(item.k_start + key + line)
+                        spot = (token * outputs[i].shape[1] + item.kv) * self.head_dim + 64 * h + 8 * piece
+                        target = cute.recast_ptr((outputs[i].iterator + spot).align(16), dtype=Int32)
+                        cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout((4,))))
+                cute.arch.sync_warp()
 
 
 def compile_backward(

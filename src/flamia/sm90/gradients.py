@@ -11,9 +11,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from flamia.sm90.instructions import as_bits, as_float, exp2, max_abs, pack_e4m3, permute_bytes, store_transposed
+from flamia.sm90.instructions import as_bits, as_float, exp2, max_abs, pack_e4m3, permute_bytes, store_matrices
 from flamia.sm90.key_work import STEP
 
+STRIDE = 20  # 32-bit words between the numbers of neighbouring thread-columns
 LOWEST, E4M3_MAX = 28.0, 448.0  # a dS exponent is kept while the scaled maximum lies between, as in the twin
 
 
@@ -23,8 +24,11 @@ def view(accumulator: cute.Tensor) -> cute.Tensor:
 
 
 def place(query: Any) -> Any:
-    """Where the number of query 0 ... 63 of a step lies: thread-column t = query % 8 // 2 reads 16 in a row."""
-    return query % 8 // 2 * 16 + query // 8 * 2 + query % 2
+    """Where the number of query 0 ... 63 of a step lies.
+
+    Thread-column t = query % 8 // 2 reads 16 in a row, from banks of its own.
+    """
+    return query % 8 // 2 * STRIDE + query // 8 * 2 + query % 2
 
 
 def power(e: Int32) -> Float32:
@@ -103,7 +107,7 @@ def store_codes(words: cute.Tensor, address: Int32) -> None:
         for k in cutlass.range_constexpr(2):
             low, high = words[4 * half + 2 * k], words[4 * half + 2 * k + 1]
             four += [permute_bytes(low, high, 0x5140), permute_bytes(low, high, 0x7362)]
-        store_transposed(address + 4096 * half, *four)
+        store_matrices(address + 4096 * half, *four, transposed=True)
 
 
 @cute.jit
@@ -111,6 +115,11 @@ def _own_exponent(top: Float32) -> Int32:
     # formats.e8m0_exponent of a positive number for E4M3, not held to its smallest
     bits = as_bits(top)
     return (bits >> 23) - 135 + (Int32(1) if (bits & 0x7FFFFF) > 0x600000 else Int32(0))
+
+
+def serves(top: Float32) -> Any:
+    """Whether an exponent is kept for a block whose largest magnitude, scaled by it, is top."""
+    return (top > LOWEST) & (top <= E4M3_MAX)
 
 
 @cute.jit
@@ -121,12 +130,10 @@ def kept_exponents(tops: Any, e: Int32, known: Int32) -> Any:
     guess because no gradient has been seen. Returns (first, second, both, known).
     """
     one, two = tops
-    serves = one == 0.0 or (known != 0 and one > LOWEST and one <= E4M3_MAX)
-    first = e if serves else cutlass.max(e + _own_exponent(one), -126)
+    first = e if one == 0.0 or (known != 0 and serves(one)) else cutlass.max(e + _own_exponent(one), -126)
     seen = known if one == 0.0 else Int32(1)
     scaled = two * power(e - first)
-    serves = two == 0.0 or (seen != 0 and scaled > LOWEST and scaled <= E4M3_MAX)
-    second = first if serves else cutlass.max(e + _own_exponent(two), -126)
+    second = first if two == 0.0 or (seen != 0 and serves(scaled)) else cutlass.max(e + _own_exponent(two), -126)
     seen = seen if two == 0.0 else Int32(1)
     both = second if one == 0.0 else cutlass.max(first, second)
     return first, second, both, seen

@@ -88,12 +88,16 @@ def permute_bytes(a: Int32, b: Int32, selector: int, *, loc: Any = None, ip: Any
 
 
 @dsl_user_op
-def store_transposed(
-    address: Int32, a: Int32, b: Int32, c: Int32, d: Int32, *, loc: Any = None, ip: Any = None
+def store_matrices(
+    address: Int32, a: Int32, b: Int32, c: Int32, d: Int32, transposed: bool = False, *, loc: Any = None, ip: Any = None
 ) -> None:
-    """Four 8x8 matrices of 16 bits to shared memory, columns as rows; lane l addresses row l % 8 of matrix l // 8."""
+    """Four 8x8 matrices of 16 bits to shared memory; lane l gives the address of row l % 8 of matrix l // 8.
+
+    transposed: columns of what threads hold become rows.
+    """
     values = [Int32(x).ir_value(loc=loc, ip=ip) for x in (address, a, b, c, d)]
-    text = "stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [$0], {$1, $2, $3, $4};"
+    how = ".trans" if transposed else ""
+    text = f"stmatrix.sync.aligned.m8n8.x4{how}.shared::cta.b16 [$0], {{$1, $2, $3, $4}};"
     _asm(None, values, text, "r,r,r,r,r", effects=True)
 
 
