@@ -174,6 +174,18 @@ def test_a_document_does_not_see_its_neighbours(hopper, neighbour):
     assert torch.equal(lse[:, mine], alone[1])
 
 
+def test_lengths_documents_and_heads_compile_nothing(hopper):
+    def call(lengths, heads, kv_heads):
+        q, k, v, documents = packed(lengths, lengths, heads, kv_heads, 64)
+        backend.run_forward(native_plan(heads, kv_heads, 64, None, 0), q, k, v, documents)
+
+    call([40], 1, 1)
+    before = set(COMPILED)
+    for case in (([33, 1, 0, 7], 1, 1), ([1], 3, 3), ([20] * 9, 2, 2)):
+        call(*case)
+    assert set(COMPILED) == before
+
+
 def test_names_of_what_ran():
     names = backend.kernel_names(native_plan(4, 2, 128, None, 0), "forward", torch.float16)
     attention = [name for name in names if name.startswith("sm90.forward")]
