@@ -9,18 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flamia.backends import BY_CAPABILITY, KERNELS
 from flamia.operators import attention_forward
 from flamia.recipe import Recipe, get_recipe, recipes
-from flamia.sm90 import kernels as sm90
 
 HEAD_DIMS = (16, 32, 64, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
-BACKENDS = ("auto", "reference", "sm90")
+BACKENDS = ("auto", "reference", *KERNELS)
 Window = Sequence[int | None] | None
 
 # A name asks for formats, and a machine without block-scaled products computes the folded variant of them; a Recipe
 # asks for its variant.
-_FOLDED = {name: get_recipe(name).with_variant("folded") for name in recipes()}
+_NATIVE = {
+    backend: {name: get_recipe(name).with_variant(room.VARIANT) for name in recipes()}
+    for backend, room in KERNELS.items()
+}
 _REFERENCE = "backend='reference' runs this (plain PyTorch in FP64, for checking numbers, not for speed)"
 
 
@@ -224,8 +227,8 @@ def _attention(
     _check_tensors(q, k, v)
     head_dim = q.shape[2]
     backend = _backend(backend, q.device)
-    if backend == "sm90" and isinstance(recipe, str):
-        resolved = _FOLDED[recipe]
+    if backend in KERNELS and isinstance(recipe, str):
+        resolved = _NATIVE[backend][recipe]
     _check_recipe(resolved, head_dim)
     for name, offset in (("k_offset", k_offset), ("v_offset", v_offset)):
         _check_offset(name, offset, k)
@@ -240,9 +243,9 @@ def _attention(
             "q, k or v requires a gradient, but this recipe has training=False (its exponential is for inference): "
             "call it under torch.no_grad() or use a recipe with training=True"
         )
-    if backend == "sm90":
+    if backend in KERNELS:
         offsets = k_offset is not None or v_offset is not None
-        reason = sm90.unsupported(resolved, head_dim, q.dtype, training=training, offsets=offsets)
+        reason = KERNELS[backend].unsupported(resolved, head_dim, q.dtype, training=training, offsets=offsets)
         if reason is not None:
             raise ValueError(f"{reason}; {_REFERENCE}")
     result = attention_forward(
@@ -321,12 +324,14 @@ def _backend(backend: str, device: torch.device) -> str:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         capability = (properties.major, properties.minor)
-        if capability == (9, 0):
-            return "sm90"
+        native = BY_CAPABILITY.get(capability)
+        if native is not None and backend in ("auto", native):
+            return native
         found = f"{device} of compute capability {capability[0]}.{capability[1]}"
     else:
         found = f"device {device}"
-    raise ValueError(f"backend={backend!r} has no kernels for {found}: 'sm90' serves Hopper (9.0); {_REFERENCE}")
+    served = ", ".join(f"{name!r} serves {room.DEVICES}" for name, room in KERNELS.items())
+    raise ValueError(f"backend={backend!r} has no kernels for {found}: {served}; {_REFERENCE}")
 
 
 def _window(window_size: Window) -> tuple[int, int]:

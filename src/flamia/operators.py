@@ -6,7 +6,6 @@ Operators take packed tensors and plain values only, and return every tensor tha
 
 from __future__ import annotations
 
-import importlib
 import os
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flamia.backends import door
 from flamia.documents import Documents
 from flamia.plan import Plan
 from flamia.quantize.payloads import Payloads, empty_payloads
@@ -28,11 +28,6 @@ _last_plan: Plan | None = None
 def last_plan() -> Plan | None:
     """The ``Plan`` of the last attention call that ran in this process, forward or backward; None before the first."""
     return _last_plan
-
-
-def native_backend(backend: str) -> Any:
-    """The door of a backend of kernels. Imported on first use: it needs packages that flamia does without."""
-    return importlib.import_module(f"flamia.{backend}.backend")
 
 
 def _ran(plan: Plan, kernels: tuple[str, ...]) -> None:
@@ -103,7 +98,7 @@ def attention_forward(
         extra = [] if v_offset is None else [centred]
         _ran(plan, reference.KERNELS[plan.recipe.variant, "forward"])
     else:
-        native = native_backend(backend)
+        native = door(backend)
         o, lse, result, kept = native.run_forward(plan, q, k, v, documents)
         _ran(plan, native.kernel_names(plan, "forward", q.dtype))
     return [o, lse, *extra, result.lse2, result.row_max, *kept] if training else [o, lse]
@@ -141,7 +136,7 @@ def _(
     if backend == "reference":
         kept = empty_payloads(plan.forward_specs, q, k, documents)
     else:
-        kept = native_backend(backend).empty_kept(plan, q, k, documents)
+        kept = door(backend).empty_kept(plan, q, k, documents)
     return [o(), row(), *([] if v_offset is None else [o()]), row(), row(), *kept]
 
 
@@ -175,7 +170,7 @@ def attention_backward(
         gradients = reference.run_backward(plan, do, dlse, o, lse2, row_max, payloads, documents, k_offset)
         _ran(plan, reference.KERNELS[plan.recipe.variant, "backward"])
     else:
-        native = native_backend(backend)
+        native = door(backend)
         gradients = native.run_backward(plan, do, dlse, o, lse2, row_max, kept, documents)
         _ran(plan, native.kernel_names(plan, "backward", do.dtype))
     return gradients

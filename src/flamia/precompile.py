@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -15,12 +14,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from flamia.backends import KERNELS
 from flamia.compiler import Kernel, compile_to, index_entry, write_index
 from flamia.plan import Plan
 from flamia.recipe import get_recipe
 
-# Architecture: backend, whose module ``kernels`` lists what a call loads, and the variant that it computes.
-BACKENDS = {"sm_90a": ("sm90", "folded")}
+ARCHS = {room.ARCH: backend for backend, room in KERNELS.items()}
 MASKS: dict[str, tuple[int | None, int | None]] = {
     "full": (None, None),
     "causal": (None, 0),
@@ -78,18 +77,18 @@ def select(
     Raises:
         ValueError: a value that is unknown, or one that the architecture has no kernel for.
     """
-    if arch not in BACKENDS:
-        raise ValueError(f"arch={arch!r} is unknown: it must be one of {', '.join(BACKENDS)}")
+    if arch not in ARCHS:
+        raise ValueError(f"arch={arch!r} is unknown: it must be one of {', '.join(ARCHS)}")
     for name, words, known in (("masks", masks, MASKS), ("dtypes", dtypes, DTYPES)):
         for word in _words(words):
             if word not in known:
                 raise ValueError(f"{name}={word!r} is unknown: it must be one of {', '.join(known)}")
-    backend, variant = BACKENDS[arch]
-    room = importlib.import_module(f"flamia.{backend}.kernels")
+    backend = ARCHS[arch]
+    room = KERNELS[backend]
     training = room.TRAINS if backward is None else backward
     seen: set[Kernel] = set()
     for name in recipes:
-        recipe = get_recipe(name).with_variant(variant)
+        recipe = get_recipe(name).with_variant(room.VARIANT)
         for head_dim in head_dims:
             for ratio in ratios:
                 for mask in _words(masks):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from flamia.attention import flash_attn_varlen_func
+from flamia.backends import door
 from flamia.benchmarks.peers import PEERS, Inputs, Prepared
 from flamia.benchmarks.timing import paired_seconds
 from flamia.benchmarks.workloads import Workload
 from flamia.documents import Documents
-from flamia.operators import native_backend
 from flamia.plan import Plan
 from flamia.recipe import get_recipe
 
@@ -104,7 +104,7 @@ def kernel_call(inputs: Inputs, recipe: str) -> Prepared:
     from flamia.quantize.triton_lists import work_lists
     from flamia.quantize.triton_prepare import prepare_forward
 
-    native = native_backend("sm90")
+    native = door("sm90")
     workload, q = inputs.workload, inputs.q
     plan = Plan(
         get_recipe(recipe).with_variant("folded"),

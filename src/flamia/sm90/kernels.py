@@ -11,12 +11,13 @@ from flamia.compiler import Kernel, make_kernel
 from flamia.plan import Plan
 from flamia.recipe import Recipe
 
+CAPABILITIES, DEVICES, ARCH, VARIANT = ((9, 0),), "Hopper (9.0)", "sm_90a", "folded"
 HEAD_DIMS = (64, 128)
 TRAINS = False  # whether there is a backward
 DTYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 
 
-def forward_kernels(plan: Plan, dtype: torch.dtype, arch: str = "sm_90a") -> tuple[Kernel, ...]:
+def forward_kernels(plan: Plan, dtype: torch.dtype, arch: str = ARCH) -> tuple[Kernel, ...]:
     """The launches of a forward, in order: even documents, then uneven ones; one launch for row sums of weights."""
     recipe = plan.recipe
     return tuple(
@@ -49,7 +50,7 @@ def build_forward(arch: str, *, dtype: str, left: bool, right: bool, head_dim: i
     return compile_forward(kernel, getattr(cutlass, dtype), arch=arch)
 
 
-def backward_kernels(plan: Plan, dtype: torch.dtype, arch: str = "sm_90a") -> tuple[Kernel, ...]:
+def backward_kernels(plan: Plan, dtype: torch.dtype, arch: str = ARCH) -> tuple[Kernel, ...]:
     """The launch of a backward."""
     return (
         make_kernel(
@@ -79,7 +80,7 @@ def build_backward(arch: str, *, dtype: str, left: bool, right: bool, head_dim: 
     return compile_backward(kernel, getattr(cutlass, dtype), arch=arch)
 
 
-def call_kernels(plan: Plan, dtype: torch.dtype, arch: str = "sm_90a") -> Iterator[Kernel]:
+def call_kernels(plan: Plan, dtype: torch.dtype, arch: str = ARCH) -> Iterator[Kernel]:
     """Every kernel that a call with this plan, and its backward where the plan trains, loads."""
     yield from forward_kernels(plan, dtype, arch)
     if plan.training:
