@@ -72,9 +72,9 @@ class Forward:
         self.arch, self.load_maxima = arch, arch == "sm_103a" and not per_token
         self.per_token, self.dynamic = per_token, dynamic
         self.factors = TILE if per_token else softmax.BLOCKS  # of a tile of keys
+        self.shared = SharedMemory(head_dim, stages, self.factors)
         self.p_shift, self.tau, self.row_sum = p_shift, tau, row_sum
         self.tensor = TensorMemory(head_dim)
-        self.shared = SharedMemory(head_dim, stages)
 
     @cute.jit
     def __call__(
@@ -302,7 +302,7 @@ class Forward:
             slot = turn & 1
             cute.arch.mbarrier_wait(barriers["n_full"] + slot, ((turn - 1) >> 1) & 1)
             at = work[4][1][slot]
-            self.release(barriers["n_empty"] + slot)
+            ptx.arrive(barriers["n_empty"] + slot)
         else:
             at = position(turn, cute.arch.block_idx()[0], cute.arch.grid_dim()[0])
         return at
@@ -326,7 +326,7 @@ class Forward:
         slot = turn & 1
         cute.arch.mbarrier_wait(barriers["n_empty"] + slot, (((turn - 1) >> 1) + 1) & 1)
         items[slot] = at
-        self.release(barriers["n_full"] + slot)
+        ptx.arrive(barriers["n_full"] + slot)
         return at, queries
 
     @staticmethod
@@ -373,7 +373,7 @@ class Forward:
                     cute.arch.mbarrier_wait(barriers["e_empty"] + stage, phase)
                     if lane % 8 == 0:
                         k_scales[stage, block] = ptx.as_float(k << 23)
-                self.release(barriers["e_full"] + stage)
+                ptx.arrive(barriers["e_full"] + stage)
                 cute.arch.mbarrier_wait(barriers["v_empty"] + stage, phase)
                 if const_expr(not self.per_token):
                     for n in cutlass.range_constexpr(4):
@@ -501,7 +501,7 @@ class Forward:
         for _ in cutlass.range(tiles, unroll=1):
             stage, phase = counts[0] % self.stages, (counts[0] // self.stages) & 1
             cute.arch.mbarrier_wait(barriers["e_full"] + stage, phase)
-            self.release(barriers["e_empty"] + stage)
+            ptx.arrive(barriers["e_empty"] + stage)
             counts[0] = counts[0] + 1
 
     @cute.jit
@@ -514,10 +514,11 @@ class Forward:
         stage, phase = counts[0] % self.stages, (counts[0] // self.stages) & 1
         cute.arch.mbarrier_wait(barriers["e_full"] + stage, phase)
         scale = [cute.arch.fmax(q_scale * keys[0][stage, b], softmax.LEAST_FACTOR) for b in range(softmax.BLOCKS)]
-        self.release(barriers["e_empty"] + stage)
+        ptx.arrive(barriers["e_empty"] + stage)
         cute.arch.mbarrier_wait(barriers["s_full"] + i, counts[1] & 1)
         ptx.fence_after()
-        blocks, tops = [], []
+        blocks: list[Any] = []
+        tops: list[Any] = []
         for b in cutlass.range_constexpr(softmax.BLOCKS):
             address = self.tensor.scores(i) + softmax.BLOCK * b + lanes
             if const_expr(self.load_maxima and not masked):
@@ -527,7 +528,7 @@ class Forward:
                 blocks = [*blocks, ptx.load_columns(address, softmax.BLOCK)]
         ptx.wait_loads()
         ptx.fence_before()
-        self.release(barriers["s_read"] + i)
+        ptx.arrive(barriers["s_read"] + i)
         if const_expr(masked):
             seen = self.seen(j, query, item, scalars)
             blocks = [softmax.hide(block, seen[b]) for b, block in enumerate(blocks)]
@@ -535,18 +536,19 @@ class Forward:
             tops = [softmax.block_maximum(block) for block in blocks]
         moved, add = softmax.row_reference(tops, scale, row, self.tau, self.p_shift, masked or self.masks.left)
         self.send(moved, i, warp, thread, counts, factors, barriers)
-        words, total = [], Float32(0.0)
+        words: list[Any] = []
+        sums = (Float32(0.0), Float32(0.0))
         for b in cutlass.range_constexpr(softmax.BLOCKS):
             weights = softmax.powers(blocks[b], scale[b], add, self.emulated)
             codes = softmax.codes(weights)
-            total = total + softmax.total(weights if const_expr(self.row_sum == "weights") else softmax.sums(codes))
+            sums = softmax.add(sums, weights if const_expr(self.row_sum == "weights") else softmax.sums(codes))
             words = words + codes
             if const_expr(b % 2 == 1):
                 ptx.store_columns(self.tensor.weights(i) + 8 * (b - 1) + lanes, words[8 * (b - 1) :])
         ptx.wait_stores()
         ptx.fence_before()
-        self.release(barriers["p_full"] + i)
-        row[softmax.SUM] = row[softmax.SUM] + total
+        ptx.arrive(barriers["p_full"] + i)
+        row[softmax.SUM] = row[softmax.SUM] + (sums[0] + sums[1])
         counts[0] = counts[0] + 1
         counts[1] = counts[1] + 1
 
@@ -564,18 +566,18 @@ class Forward:
         cute.arch.mbarrier_wait(barriers["e_full"] + stage, phase)
         cute.arch.mbarrier_wait(barriers["s_full"] + i, counts[1] & 1)
         ptx.fence_after()
-        seen = None
+        seen: Any = None
         if const_expr(masked):
             seen = self.seen(j, query, item, scalars)
         scale = cute.arch.fmax(q_scale, softmax.LEAST_FACTOR)
-        tops = []
+        tops: list[Any] = []
         for b in cutlass.range_constexpr(softmax.BLOCKS):
             tops = [*tops, softmax.block_maximum(self.scores_per_token(i, b, lanes, keys, stage, seen))]
         fresh = masked or self.masks.left
         moved, add = softmax.row_reference(tops, [scale] * 4, row, self.tau, self.p_shift, fresh)
         self.send(moved, i, warp, thread, counts, factors, barriers)
         exponents = cute.recast_tensor(keys[1][stage, None], Int32)
-        total, word = Float32(0.0), Int32(0)
+        sums, word = (Float32(0.0), Float32(0.0)), Int32(0)
         # Codes of weights go where scores of block 2 are.
         for b in cutlass.range_constexpr(2, 2 + softmax.BLOCKS):
             b = b % softmax.BLOCKS
@@ -584,19 +586,19 @@ class Forward:
             e = [exponents[8 * b + n] for n in range(8)]
             top = softmax.largest_seen(e, ptx.again(seen[b])) if const_expr(masked) else keys[2][stage, b]
             codes, counted = softmax.folded_codes(weights, e, top)
-            total = total + softmax.total(weights if const_expr(self.row_sum == "weights") else counted)
+            sums = softmax.add(sums, weights if const_expr(self.row_sum == "weights") else counted)
             word = word | top << 8 * b
             ptx.store_columns(self.tensor.weights(i) + 8 * b + lanes, codes)
         ptx.fence_before()
-        self.release(barriers["s_read"] + i)
-        self.release(barriers["e_empty"] + stage)
+        ptx.arrive(barriers["s_read"] + i)
+        ptx.arrive(barriers["e_empty"] + stage)
         # Rows 32 apart share 16 bytes of a scale atom.
         p_scales[i, 4 * (thread % 32) + warp] = word
         cute.arch.fence_view_async_shared()
         ptx.wait_stores()
         ptx.fence_before()
-        self.release(barriers["p_full"] + i)
-        row[softmax.SUM] = row[softmax.SUM] + total
+        ptx.arrive(barriers["p_full"] + i)
+        row[softmax.SUM] = row[softmax.SUM] + (sums[0] + sums[1])
         counts[0] = counts[0] + 1
         counts[1] = counts[1] + 1
 
@@ -616,15 +618,8 @@ class Forward:
         """Hand a row's factor to the correction warp of the same rows."""
         cute.arch.mbarrier_wait(barriers["f_empty"] + 4 * i + warp, (counts[2] + 1) & 1)
         factors[i, thread] = factor
-        self.release(barriers["f_full"] + 4 * i + warp)
+        ptx.arrive(barriers["f_full"] + 4 * i + warp)
         counts[2] = counts[2] + 1
-
-    @cute.jit
-    def release(self, barrier):
-        """Arrive once for the warp, after all of its lanes."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
     def correct(self, factors, outputs, work, barriers):
@@ -644,7 +639,7 @@ class Forward:
                         factor = self.receive(i, warp, thread, counts, factors, barriers)
                         if cute.arch.vote_any_sync(factor != 1.0) and j > span.first:
                             self.rescale(i, warp, factor)
-                        self.release(barriers["p_full"] + i)
+                        ptx.arrive(barriers["p_full"] + i)
             for i in cutlass.range_constexpr(2):
                 factor = self.receive(i, warp, thread, counts, factors, barriers)
                 some = item.spans[i].first < item.spans[i].stop
@@ -661,7 +656,7 @@ class Forward:
     def receive(self, i: cutlass.Constexpr, warp, thread, counts, factors, barriers):
         cute.arch.mbarrier_wait(barriers["f_full"] + 4 * i + warp, counts[i, 0] & 1)
         factor = factors[i, thread]
-        self.release(barriers["f_empty"] + 4 * i + warp)
+        ptx.arrive(barriers["f_empty"] + 4 * i + warp)
         counts[i, 0] = counts[i, 0] + 1
         return factor
 

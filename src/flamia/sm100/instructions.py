@@ -114,6 +114,16 @@ def commit(barrier: Any, *, loc: Any = None, ip: Any = None) -> None:
 
 
 @dsl_user_op
+def arrive(barrier: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Arrive once on an mbarrier for a whole warp, after all of its lanes; no branch."""
+    text = (
+        "{\n\t.reg .pred one;\n\tbar.warp.sync -1;\n\telect.sync _|one, -1;\n\t"
+        "@one mbarrier.arrive.shared::cta.b64 _, [$0];\n\t}"
+    )
+    _asm(None, [Int32(barrier.toint()).ir_value(loc=loc, ip=ip)], text, "r", effects=True)
+
+
+@dsl_user_op
 def load_columns(address: Int32, columns: int, *, loc: Any = None, ip: Any = None) -> list[Float32]:
     """One row per lane: ``columns`` (a power of two) FP32 of tensor memory. ``wait_loads`` before use."""
     result = llvm.StructType.get_literal([T.f32()] * columns)

@@ -6,6 +6,7 @@ from typing import Any
 TILE = 128
 COLUMNS = 512  # of tensor memory, 128 lanes of 32 bits each
 SHARED_BYTES = 227 << 10  # what one CTA may have
+SLACK = 2048  # barriers, single words, alignment
 
 
 @dataclass(frozen=True)
@@ -51,29 +52,36 @@ class TensorMemory:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Bytes of shared memory: two tiles of queries, and rings of key and value tiles with their scales."""
+    """Bytes of shared memory: two tiles of queries, and rings of key and value tiles with their scales.
+
+    Attributes:
+        stages: of the rings. factors: scales of a tile of keys, one per block or per token.
+    """
 
     head_dim: int
     stages: int
+    factors: int
 
     def parts(self) -> dict[str, int]:
-        """Bytes by name."""
-        tile = TILE * self.head_dim
+        """Bytes by name; barriers and single words are not listed."""
+        tile, atom = TILE * self.head_dim, 4 * TILE
         return {
-            "queries": 2 * tile,
-            "keys": self.stages * tile,
-            "values": self.stages * tile,
-            "scale atoms of values": self.stages * 4 * TILE,
-            "scale atom of ones": 4 * TILE,
-            "factors of keys": self.stages * 16,
+            "tiles of Q": 2 * tile,
+            "tiles of K": self.stages * tile,
+            "tiles of V": self.stages * tile,
+            "scale atoms of V": self.stages * atom,
+            "scale atoms of P": 2 * atom,
+            "scale atom of ones": atom,
             "factors of rows": 2 * 4 * TILE,
+            "2^e_K": self.stages * 4 * self.factors,
+            "e_V": self.stages * self.factors,
         }
 
     def check(self, storage: Any) -> None:
-        """Raise where the storage is smaller than its parts, or more than a CTA may have."""
+        """Raise where the storage is not its parts and little more, or is more than a CTA may have."""
         size, parts = storage.size_in_bytes(), sum(self.parts().values())
-        if not parts <= size <= SHARED_BYTES:
+        if not parts <= size <= parts + SLACK or size > SHARED_BYTES:
             raise ValueError(
-                f"stages={self.stages} takes {size} bytes of shared memory, {parts} of them in tiles; "
-                f"allowed are {SHARED_BYTES}"
+                f"head_dim={self.head_dim}, stages={self.stages} take {size} bytes of shared memory where the plan has "
+                f"{parts}; a CTA may have {SHARED_BYTES}"
             )

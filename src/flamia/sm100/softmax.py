@@ -97,13 +97,11 @@ def codes(weights: list[tuple[Float32, Float32]]) -> list[Int32]:
     return [pack_e4m3(*weights[n], *weights[n + 1]) for n in range(0, len(weights), 2)]
 
 
-def total(pairs: list[tuple[Float32, Float32]]) -> Float32:
-    """Sum in two packed chains."""
-    chains = pairs[:2]
-    for n, pair in enumerate(pairs[2:]):
-        chains[n % 2] = cute.arch.add_packed_f32x2(chains[n % 2], pair)
-    even, odd = cute.arch.add_packed_f32x2(*chains)
-    return even + odd
+def add(sums: tuple[Float32, Float32], pairs: list[tuple[Float32, Float32]]) -> tuple[Float32, Float32]:
+    """Two sums, of the first and of the second numbers of pairs."""
+    for i in range(0, len(pairs), 2):
+        sums = cute.arch.add_packed_f32x2(sums, cute.arch.add_packed_f32x2(*pairs[i : i + 2]))
+    return sums
 
 
 def sums(words: list[Int32]) -> list[tuple[Float32, Float32]]:
@@ -135,7 +133,8 @@ def folded_codes(weights: list, exponents: list, top: Int32) -> Any:
     exponents: UE8M0 codes of V, four keys to a word. A weight whose exponent is more than FOLD_RANGE below the largest
     counts unrounded (docs/numerics.md, "Folded exponents of V").
     """
-    words, counted = [], []
+    words: list[Any] = []
+    counted: list[Any] = []
     one = (127 - top) << 23  # makes 2^(e - top) of e << 23
     for n, word in enumerate(exponents):
         held = [cutlass.min(cutlass.max(e, top - FOLD_LIMIT), top) for e in bytes_of([word])]
