@@ -134,8 +134,10 @@ def e4m3_words(x0, x1, x2, x3):
             pack=1,
         )
     else:
-        c0, c1 = encode_e4m3(x0, False).to(tl.int32), encode_e4m3(x1, False).to(tl.int32)
-        c2, c3 = encode_e4m3(x2, False).to(tl.int32), encode_e4m3(x3, False).to(tl.int32)
+        codes = encode_e4m3(tl.join(tl.join(x0, x1), tl.join(x2, x3)), False).to(tl.int32)
+        low, high = tl.split(codes)
+        c0, c1 = tl.split(low)
+        c2, c3 = tl.split(high)
         return c0 | (c1 << 8) | (c2 << 16) | (c3 << 24)
 
 
@@ -164,12 +166,12 @@ def e4m3_values(words):
             pack=1,
         )
     else:
-        return (
-            decode_e4m3(words & 255, False),
-            decode_e4m3(words >> 8 & 255, False),
-            decode_e4m3(words >> 16 & 255, False),
-            decode_e4m3(words >> 24 & 255, False),
-        )
+        low = tl.join(words & 255, words >> 8 & 255)
+        high = tl.join(words >> 16 & 255, words >> 24 & 255)
+        v01, v23 = tl.split(decode_e4m3(tl.join(low, high), False))
+        v0, v1 = tl.split(v01)
+        v2, v3 = tl.split(v23)
+        return v0, v1, v2, v3
 
 
 @triton.jit
@@ -387,9 +389,13 @@ def _butterfly_chunk(x, R: tl.constexpr, W: tl.constexpr):
     for k in tl.static_range(0, 10):
         if (1 << k) < W:
             y = tl.reshape(x, (R, W // (2 << k), 2, 1 << k))
-            own = bits(y)
-            partner = (tl.sum(own, 2, keep_dims=True) - own).to(tl.float32, bitcast=True)
-            x = tl.reshape(tl.fma(y, sign, partner), (R, W))
+            if COMPILED:
+                own = bits(y)
+                partner = (tl.sum(own, 2, keep_dims=True) - own).to(tl.float32, bitcast=True)
+                x = tl.reshape(tl.fma(y, sign, partner), (R, W))
+            else:  # the same, in far fewer steps of the interpreter
+                a, b = tl.split(tl.permute(y, (0, 1, 3, 2)))
+                x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (R, W))
     return x
 
 
