@@ -203,7 +203,7 @@ class Forward:
         factors = storage.factors.get_tensor(cute.make_layout((2, TILE), stride=(TILE, 1)))
         heads = sources[0].shape[2]
         claims = (storage.claim.data_ptr(), storage.next_items.get_tensor(cute.make_layout(2)))
-        work = (tables.count[0] * heads, heads, tables, scalars, claims)
+        work = (heads, tables, scalars, claims)
         if warp < CORRECTION:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
             self.softmax(warp // 4, keys, p_scales, factors, exponents[0], outputs, work, barriers)
@@ -222,7 +222,7 @@ class Forward:
         ptx.fence_before()
         cute.arch.sync_threads()
         ptx.fence_after()
-        if warp == PRODUCTS:
+        if ptx.thread_index() // 32 == PRODUCTS:
             base = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tensor_base.ptr)
             cute.arch.dealloc_tmem(base, self.tensor.columns)
 
@@ -237,8 +237,12 @@ class Forward:
             for n in range(sizes.get(name, self.stages)):
                 cute.arch.mbarrier_init(barriers[name] + n, count)
 
+    def is_item(self, at, work):
+        """Whether ``at`` is one of the list's items, for one of the heads; reads the list's length anew."""
+        return at < work[1].count[0] * work[0]
+
     def item(self, at, work) -> Item:
-        _, heads, tables, (_, left, right, section), _ = work
+        heads, tables, (_, left, right, section), _ = work
         return item_at(at, heads, self.ratio, section, left, right, tables, self.masks)
 
     @cute.jit
@@ -252,7 +256,7 @@ class Forward:
         at = self.first()
         q_phases = cute.make_rmem_tensor(2, Int32)
         q_phases.fill(1)
-        while at < work[0]:
+        while self.is_item(at, work):
             item = self.item(at, work)
             gQ = cute.local_tile(
                 cute.domain_offset((item.q_start + item.q0, 0), mQ[None, None, item.head]), (TILE, d), (None, 0)
@@ -301,7 +305,7 @@ class Forward:
         if const_expr(self.dynamic):
             slot = turn & 1
             cute.arch.mbarrier_wait(barriers["n_full"] + slot, ((turn - 1) >> 1) & 1)
-            at = work[4][1][slot]
+            at = work[3][1][slot]
             ptx.arrive(barriers["n_empty"] + slot)
         else:
             at = position(turn, cute.arch.block_idx()[0], cute.arch.grid_dim()[0])
@@ -310,7 +314,7 @@ class Forward:
     @cute.jit
     def claim(self, turn, queries, work, barriers):
         """Load warp: claim the item of ``turn`` for all roles. Returns it, and the queries made so far."""
-        response, items = work[4]
+        response, items = work[3]
         at, more = Int32(0), Int32(1)
         while more != 0:
             with cute.arch.elect_one():
@@ -322,7 +326,7 @@ class Forward:
             queries += 1
             at = block if valid != 0 else Int32(NO_ITEM)
             # Blocks behind the last item have nothing to do; there may be others before them.
-            more = Int32(1) if valid != 0 and block >= work[0] else Int32(0)
+            more = Int32(1) if valid != 0 and not self.is_item(block, work) else Int32(0)
         slot = turn & 1
         cute.arch.mbarrier_wait(barriers["n_empty"] + slot, (((turn - 1) >> 1) + 1) & 1)
         items[slot] = at
@@ -351,7 +355,7 @@ class Forward:
         )
         turn, tile, loaded = Int32(0), Int32(0), Int32(0)  # loaded: a phase bit per stage
         at = self.first()
-        while at < work[0]:
+        while self.is_item(at, work):
             item = self.item(at, work)
             for j in cutlass.range(item.first, item.stop, unroll=1):
                 stage, phase = tile % self.stages, (tile // self.stages + 1) & 1
@@ -406,7 +410,7 @@ class Forward:
         items, scored = (cute.make_rmem_tensor(2, Int32) for _ in range(2))  # done so far, of either tile of queries
         items.fill(0)
         scored.fill(0)
-        while at < work[0]:
+        while self.is_item(at, work):
             item = self.item(at, work)
             for j in cutlass.range(item.first, item.stop + cutlass.min(item.stop - item.first, 1), unroll=1):
                 stage, phase = tile % self.stages, (tile // self.stages) & 1
@@ -466,14 +470,14 @@ class Forward:
         counts.fill(0)
         turn = Int32(0)
         at = self.first()
-        while at < work[0]:
+        while self.is_item(at, work):
             item = self.item(at, work)
             span = pick(item.spans, i)
-            query = item.q0 + TILE * i + thread
+            query = item.q0 + ptx.thread_index()  # warps 0 to 7, 128 queries each
             token = item.q_start + cutlass.min(query, item.len_q - 1)
-            q_scale = work[3][0] * ptx.as_float(Int32(eQ[item.head, token]) << 23)
+            q_scale = work[2][0] * ptx.as_float(Int32(eQ[item.head, token]) << 23)
             softmax.reset(row)
-            common = (i, warp, thread, row, counts, query, q_scale, item, keys, p_scales, factors, work[3], barriers)
+            common = (i, warp, thread, row, counts, query, q_scale, item, keys, p_scales, factors, work[2], barriers)
             some = cutlass.min(span.stop - span.first, 1)
             step = self.step_per_token if self.per_token else self.step
             self.skip(item.stop * (1 - some) + span.first * some - item.first, counts, barriers)
@@ -536,15 +540,12 @@ class Forward:
             tops = [softmax.block_maximum(block) for block in blocks]
         moved, add = softmax.row_reference(tops, scale, row, self.tau, self.p_shift, masked or self.masks.left)
         self.send(moved, i, warp, thread, counts, factors, barriers)
-        words: list[Any] = []
         sums = (Float32(0.0), Float32(0.0))
         for b in cutlass.range_constexpr(softmax.BLOCKS):
             weights = softmax.powers(blocks[b], scale[b], add, self.emulated)
             codes = softmax.codes(weights)
             sums = softmax.add(sums, weights if const_expr(self.row_sum == "weights") else softmax.sums(codes))
-            words = words + codes
-            if const_expr(b % 2 == 1):
-                ptx.store_columns(self.tensor.weights(i) + 8 * (b - 1) + lanes, words[8 * (b - 1) :])
+            ptx.store_columns(self.tensor.weights(i) + 8 * b + lanes, codes)
         ptx.wait_stores()
         ptx.fence_before()
         ptx.arrive(barriers["p_full"] + i)
@@ -630,7 +631,7 @@ class Forward:
         counts.fill(0)
         turn = Int32(0)
         at = self.first()
-        while at < work[0]:
+        while self.is_item(at, work):
             item = self.item(at, work)
             for j in cutlass.range(item.first, item.stop, unroll=1):
                 for i in cutlass.range_constexpr(2):

@@ -275,6 +275,12 @@ def again(word: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
 
 
 @dsl_user_op
+def thread_index(*, loc: Any = None, ip: Any = None) -> Int32:
+    """The thread's number in the block, read anew: no register holds it meanwhile."""
+    return Int32(_asm(T.i32(), [], "mov.u32 $0, %tid.x;", "=r", effects=True))
+
+
+@dsl_user_op
 def pack_half(a: Float32, b: Float32, kind: str, *, loc: Any = None, ip: Any = None) -> Int32:
     """Two numbers as ``kind`` "bf16" or "f16", a in the low half."""
     values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]

@@ -99,9 +99,10 @@ def codes(weights: list[tuple[Float32, Float32]]) -> list[Int32]:
 
 def add(sums: tuple[Float32, Float32], pairs: list[tuple[Float32, Float32]]) -> tuple[Float32, Float32]:
     """Two sums, of the first and of the second numbers of pairs."""
-    for i in range(0, len(pairs), 2):
-        sums = cute.arch.add_packed_f32x2(sums, cute.arch.add_packed_f32x2(*pairs[i : i + 2]))
-    return sums
+    chains = pairs[:2]
+    for n, pair in enumerate(pairs[2:]):
+        chains[n % 2] = cute.arch.add_packed_f32x2(chains[n % 2], pair)
+    return cute.arch.add_packed_f32x2(sums, cute.arch.add_packed_f32x2(*chains))
 
 
 def sums(words: list[Int32]) -> list[tuple[Float32, Float32]]:
