@@ -56,8 +56,9 @@ class Case:
     """Seeded packed inputs as payloads and numbers, and the twin's gradients."""
 
     def __init__(
-        self, len_q, len_k, heads, kv_heads, head_dim, left=None, right=None, spread=0.0, dlse=False, **recipe
-    ):
+        self, len_q, len_k, heads, kv_heads, head_dim, left=None, right=None, spread=0.0, dlse=False, later=None,
+        **recipe,
+    ):  # fmt: skip
         g = torch.Generator().manual_seed(0)
         total_q, total_k = sum(len_q) + 3, sum(len_k) + 2  # tokens of no document at the end
 
@@ -67,6 +68,9 @@ class Case:
 
         q, do = tokens(total_q, heads), tokens(total_q, heads)
         k, v = tokens(total_k, kv_heads), tokens(total_k, kv_heads)
+        if later is not None:  # another sample, 64 times as large
+            for x in (q, k, v, do):
+                x[later:] = x[later:].flip(0) * 64
         do[2:9] = 0  # rows that must not set the exponent of their group
         self.plan = plan = make_plan(
             flamia.Recipe(variant="folded", **recipe), heads, kv_heads, head_dim, left, right, training=True
@@ -78,7 +82,8 @@ class Case:
             name: prepare(x, maps[name], rotate=plan.rotates and name != "v")
             for name, x in zip("qkv", (q, k, v), strict=True)
         }
-        items = make_all(forward_specs(plan.recipe, True, True), sources, maps, per_token=False, rounding="up")
+        specs = forward_specs(plan.recipe, True, True)
+        items = make_all(specs, sources, maps, per_token=plan.per_token, rounding="up")
         self.payloads = Payloads(items, token_amax(sources["k"]), token_amax(sources["v"]))
         forward = folded.forward(plan, self.payloads, documents)
         gradient = torch.randn(heads, total_q, generator=g) if dlse else None
@@ -108,13 +113,16 @@ class Case:
         shape = (plan.heads_q, documents.total_q)
         self.addend, self.b = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
         self.unit = torch.full(shape, 99, dtype=torch.int32)
+        self.power = torch.full(shape, 77, dtype=torch.int32)
         self.token_scale = torch.zeros(shape, dtype=torch.int32)
         cu = documents.cu_seqlens_q.tolist()
         self.document_scale = torch.zeros(shape[0], len(cu) - 1, dtype=torch.int32)
         for chunk in chunks(documents, plan.heads_kv, plan.ratio, plan.head_dim, plan.left, plan.right):
             made = folded._ChunkBackward(plan, chunk, *self.arguments[1:3], *self.arguments[4:])
             power = torch.where(made.live, made.e_t - made.c, 0) + folded.PROBABILITY_SHIFT
-            chunk.scatter_table(self.addend, torch.where(made.live, power - made.m, -torch.inf), "q")
+            addend = -made.m if made.exact else power - made.m
+            chunk.scatter_table(self.addend, torch.where(made.live, addend, -torch.inf), "q")
+            chunk.scatter_table(self.power, power, "q")
             chunk.scatter_table(self.b, made.b, "q")
             chunk.scatter_table(self.unit, made.unit, "q")
             chunk.scatter_table(self.token_scale, made.prescale, "q")
@@ -134,7 +142,7 @@ class Case:
         lists, documents = self.lists, self.documents
         function(
             *(x.view(f8) for x in (q.codes, k.codes, v.codes, self.do.codes, q.columns, k.columns, self.do.columns)),
-            dk, dv, accumulator, turns, self.addend, self.b, self.unit, q.exponents, k.exponents, v.exponents,
+            dk, dv, accumulator, turns, self.addend, self.b, self.unit, self.power, q.exponents, k.exponents, v.exponents,
             self.token_scale if causal else self.document_scale, lists.backward.items, lists.backward.count,
             documents.cu_seqlens_q, documents.cu_seqlens_k, lists.q.column_starts, lists.k.column_starts,
             plan.score_scale, plan.softmax_scale, *self.window, section, ctas,
@@ -231,6 +239,23 @@ def test_deterministic_order(soft_device, masks, window, monkeypatch):
     alone = case.run(launch, ctas=1)
     case.check(alone)
     assert torch.equal(alone[0], case.run(launch, ctas=2)[0])
+
+
+EXACT = dict(exact_operands=True, exact_ds=True, accumulator_scale="causal")
+
+
+@pytest.mark.parametrize("masks", [CAUSAL, WINDOW], ids=str)
+def test_exact_operands(soft_device, masks):
+    case = Case([140, 31], [140, 31], 2, 1, 64, 60 if masks.left else None, 0, spread=2, **EXACT)
+    case.check(case.run(kernel(soft_device, 64, 2, masks, exact=True, causal_scale=True)))
+
+
+def test_later_tokens_do_not_reach_back(soft_device):
+    """Exact operands, one CTA: dq of earlier queries keeps its bits when all later tokens become something else."""
+    launch = kernel(soft_device, 64, 1, CAUSAL, exact=True, causal_scale=True)
+    first, second = (Case([150], [150], 1, 1, 64, None, 0, spread=2, later=later, **EXACT) for later in (None, 75))
+    assert torch.equal(first.run(launch, ctas=1)[0][:75], second.run(launch, ctas=1)[0][:75])
+    assert not torch.equal(first.want[0][75:], second.want[0][75:])
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,9 @@ class _ChunkBackward:
             blocks, pairs, exponents = _kept_exponents(ds, exponents)
             to_dk = formats.round_e4m3(ds * formats.pow2(-pairs)).to(torch.float64)
             if self.plan.recipe.exact_ds:
-                blocks = formats.e8m0_exponent(ds.abs().amax(-1, keepdim=True), "e4m3")
+                parts = ds.abs().split(KEYS, -1)
+                rows_of = [formats.e8m0_exponent(part.amax(-1, keepdim=True), "e4m3").expand_as(part) for part in parts]
+                blocks = torch.cat(rows_of, -1)
             to_dq = formats.round_e4m3(ds * formats.pow2(-blocks)).to(torch.float64)
             counters.count_ds(ds, to_dq)
             scales = _power(blocks - self.e_q[:, rows].unsqueeze(-1))

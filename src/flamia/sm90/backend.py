@@ -170,6 +170,7 @@ def bind_backward(
     arguments = (
         *(x.view(f8) for x in codes),
         *(dk, dv, gradients.accumulator, turns, gradients.addend, gradients.b, gradients.unit),
+        gradients.power if plan.per_token else gradients.unit,
         *(q.exponents, k.exponents, v.exponents, scale, lists.backward.items, lists.backward.count),
         *(documents.cu_seqlens_q, documents.cu_seqlens_k, lists.q.column_starts, lists.k.column_starts),
         *(plan.score_scale, plan.softmax_scale, plan.left or 0, plan.right or 0, section, ctas),

@@ -25,6 +25,7 @@ from flamia.sm90.instructions import (
     as_float,
     bulk_add_half,
     clear_after,
+    lane_here,
     load_acquire,
     pack_half,
     raise_to,
@@ -35,9 +36,11 @@ from flamia.sm90.work import TILE, Masks
 
 THREADS = 384
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-# Numbers of a step in shared memory, 32 bits each: three per query (``gradients.place``, but for the last), then eight
+# Numbers of a step in shared memory, 32 bits each: three per query (``gradients.place``, but for DQ), then eight
 # of the step: c 2^e_Q and C - 8 + e_Q of its two blocks, 2^(C - 8), how many tiles of keys add to dq before this one.
 ADDEND, B, DQ, FACTOR, UNIT, DV, TURN, NUMBERS = 0, 80, 160, 224, 226, 228, 229, 232
+# Exact operands: three more per query, c 2^e_Q, 2^(e_T - C + 8), 2^(e_T + e_Q).
+Q_FACTOR, POWER, A, EXACT_NUMBERS = 232, 312, 392, 472
 NONE = -1000
 SLAB = 512  # words of shared memory in which a warp lays out what it writes
 
@@ -48,7 +51,9 @@ class Backward:
     Args:
         head_dim: 64 or 128. ratio: query heads per kv head. masks: which sides of the window are bounded.
         rotate: whether dk is rotated back. causal_scale: the accumulator's prescale is per token, not per document.
-        deterministic: key tiles add to dq in the order of the list. stages: steps in flight, 2 or 4.
+        deterministic: key tiles add to dq in the order of the list.
+        exact: every token has an exponent of its own, and dS for dq one per query and 64 keys.
+        stages: steps in flight, 2 or 4.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class Backward:
         rotate: bool,
         causal_scale: bool = False,
         deterministic: bool = False,
+        exact: bool = False,
         stages: int = 4,
     ) -> None:
         if head_dim not in (64, 128):
@@ -68,6 +74,7 @@ class Backward:
             raise ValueError(f"stages must be 2 or 4, got {stages}")
         self.head_dim, self.ratio, self.masks, self.stages = head_dim, ratio, masks, stages
         self.rotate, self.causal_scale, self.deterministic = rotate, causal_scale, deterministic
+        self.exact, self.rows = exact, EXACT_NUMBERS if exact else NUMBERS
         self.halves = head_dim // 64
         self.slab = 16 * head_dim // 2  # FP16 numbers of 16 queries and one warpgroup's channels
 
@@ -88,6 +95,7 @@ class Backward:
         addend: cute.Tensor,  # FP32 [heads, T], of ``Gradients``
         b: cute.Tensor,  # FP32 [heads, T]
         unit: cute.Tensor,  # int32 [heads, T]
+        outside: cute.Tensor,  # int32 [heads, T]: ``Gradients.power``; exact only, else of any size
         eQ: cute.Tensor,  # UE8M0 [heads, T]
         eK: cute.Tensor,  # UE8M0 [kv heads, Tk]
         eV: cute.Tensor,  # UE8M0 [kv heads, Tk]
@@ -148,7 +156,8 @@ class Backward:
             ds_empty: cute.struct.MemRange[Int64, 2]
             tops: cute.struct.Align[cute.struct.MemRange[Int32, 16], 8]
             shared_e: cute.struct.Align[cute.struct.MemRange[Int32, 8], 8]
-            numbers: cute.struct.Align[cute.struct.MemRange[Float32, stages * NUMBERS], 128]
+            maxima: cute.struct.Align[cute.struct.MemRange[Int32, 640 if self.exact else 4], 16]
+            numbers: cute.struct.Align[cute.struct.MemRange[Float32, stages * self.rows], 128]
             sK: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sK_layout)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sK_layout)], 1024]
             sKc: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sKc_layout)], 1024]
@@ -164,7 +173,7 @@ class Backward:
             tuple(atom for atom, _ in copies),
             tuple(tensor for _, tensor in copies),
             (mdK, mdV, mdQ, turns),
-            (addend, b, unit, prescale),
+            (addend, b, unit, outside, prescale),
             (eQ, eK, eV),
             KeyTables(items, count, cu_q, cu_k, columns_q, columns_k),
             (score_scale, softmax_scale, left, right, section),
@@ -188,12 +197,17 @@ class Backward:
         names = ("kv_full", "kv_empty", "full", "empty", "ds_full", "ds_empty")
         barriers = tuple(getattr(storage, name).data_ptr() for name in names)
         tops = cute.make_tensor(storage.tops.data_ptr(), cute.make_layout((2, 4, 2)))
+        # dS exponents of two blocks (exact: what ``maxima`` are relative to), [block, buffer, half of the keys]
         shared_e = cute.make_tensor(storage.shared_e.data_ptr(), cute.make_layout((2, 2, 2)))
+        maxima = cute.make_tensor(storage.maxima.data_ptr(), cute.make_layout((80, 4, 2)))
         if warp == 0:
             with cute.arch.elect_one():
                 self._init_barriers(barriers)
                 for i in cutlass.range_constexpr(16):
                     tops[i] = Int32(0)
+        if const_expr(self.exact):
+            for i in cutlass.range(cute.arch.thread_idx()[0], 640, THREADS, unroll=1):
+                maxima[i] = Int32(0)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -203,7 +217,7 @@ class Backward:
         sK, sV = (tensor(x, sK_layout) for x in (storage.sK, storage.sV))
         sKc = tensor(storage.sKc, sKc_layout)
         sQ, sT = (tensor(x, sQ_layout) for x in (storage.sQ, storage.sT))
-        table = cute.make_layout((NUMBERS, self.stages))
+        table = cute.make_layout((self.rows, self.stages))
         values = cute.make_tensor(storage.numbers.data_ptr(), table)
         heads = outputs[0].shape[1]
         work = (tables.count[0] * heads, tables, scalars)
@@ -219,7 +233,7 @@ class Backward:
             sQc, sTc = (tensor(x, halves_layout) for x in (storage.sQc, storage.sTc))
             sdS = tensor(storage.sdS, sdS_layout)
             shared = (sK, sV, sKc, sQ, sT, sQc, sTc, sdS)
-            plain = (values, tops, shared_e, storage.sdS.data_ptr(), storage.slabs.data_ptr())
+            plain = (values, tops, shared_e, maxima, storage.sdS.data_ptr(), storage.slabs.data_ptr())
             self.compute(mmas, shared, plain, exponents, outputs, work, barriers)
 
     @cute.jit
@@ -288,7 +302,7 @@ class Backward:
     def load_numbers(self, numbers, eQ, values, work, barriers):
         """Producer warp: what a step's queries bring along, two queries per lane."""
         empty, full = barriers[3], barriers[2]
-        addend, b, unit, prescale = numbers
+        addend, b, unit, outside, prescale = numbers
         lane = cute.arch.lane_idx()
         at, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         tile = Int32(0)
@@ -300,7 +314,7 @@ class Backward:
                     stage = tile % self.stages
                     cute.arch.mbarrier_wait(empty + stage, (tile // self.stages + 1) & 1)
                     shared_c = Int32(NONE)
-                    for block in cutlass.range_constexpr(2):
+                    for block in cutlass.range(2, unroll=1):
                         query = j * STEP + 32 * block + lane
                         inside = query < item.len_q
                         token = item.q_start + cutlass.min(query, item.len_q - 1)
@@ -317,6 +331,13 @@ class Backward:
                         if const_expr(self.causal_scale):
                             where = token
                         spot = gradients.place(32 * block + lane)
+                        if const_expr(self.exact):
+                            apart = outside[head, token]
+                            scale = gradients.power(apart)
+                            less = less * scale
+                            values[Q_FACTOR + spot, stage] = work[2][0] * gradients.power(e_q)
+                            values[POWER + spot, stage] = scale
+                            values[A + spot, stage] = gradients.power(unit[head, token] + apart)
                         values[ADDEND + spot, stage] = added
                         values[B + spot, stage] = less if inside else Float32(0.0)
                         values[DQ + 32 * block + lane, stage] = as_float(prescale[head, where] - e_q)
@@ -360,24 +381,26 @@ class Backward:
         words = [cute.recast_tensor(a, Int32) for a in a_kv]
         operands = (mmas, a_s, b_s, a_kv, b_kv, a_q, b_q)
         registers = (x, x_q, sums, words)
-        # dS row of this lane's query, and of its 16 bytes those of this warp's keys, swizzled
-        spot = Int32(plain[3].toint()) + lane * TILE + ((warp ^ lane % 8) << 4)
-        slab = plain[4] + warp * SLAB
+        slab = plain[5] + warp * SLAB
         at, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         n, tile = Int32(0), Int32(0)
         while at < work[0]:
             item = self.item(at, work)
             key = item.k0 + warp * 16
-            token = item.k_start + cutlass.min(key, item.len_k - 1)
-            e_k, e_v = Int32(eK[item.kv, token]) - 127, Int32(eV[item.kv, token]) - 127
+            e_k, e_v = [], []  # of the thread's two keys, or of the block that they lie in
+            for r in cutlass.range_constexpr(2):
+                own = key + lane // 4 + 8 * r if const_expr(self.exact) else key
+                token = item.k_start + cutlass.min(own, item.len_k - 1)
+                e_k.append(Int32(eK[item.kv, token]) - 127)
+                e_v.append(Int32(eV[item.kv, token]) - 127)
             corner = item.k_start + item.k0
             guess = Int32(eK[item.kv, corner]) + Int32(eV[item.kv, corner]) - 254 + 16
             for i in cutlass.range_constexpr(2):
                 sums[i].fill(0.0)
             if item.first < item.stop:
                 cute.arch.mbarrier_wait(kv_full, n & 1)
-                place = (item, key + lane // 4, e_k, e_v, guess, group, warp, lane)
-                common = (operands, registers, plain, (spot, slab), place, outputs[2:], work[2], barriers)
+                place = (item, e_k, e_v, guess, group, warp, lane)
+                common = (operands, registers, plain, slab, place, outputs[2:], work[2], barriers)
                 for h in cutlass.range(self.ratio, unroll=1):
                     head = item.kv * self.ratio + h
                     kept = self.head(tile, item.first, head, (Int32(0),) * 3, None, True, *common)
@@ -397,7 +420,7 @@ class Backward:
                     tile += 1
                 self.release(kv_empty)
                 n += 1
-            self.store(sums, outputs, item, warp, lane, e_k, work[2][1], slab)
+            self.store(sums, outputs, item, warp, e_k, work[2][1], slab)
             at += step
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -410,15 +433,15 @@ class Backward:
         return tile, self.head(tile, j, head, kept, packed, masked, *common)
 
     @cute.jit
-    def products(self, tile, both, operands, registers, plain, spots, place, targets, scalars, barriers):
+    def products(self, tile, both, operands, registers, plain, slab, place, targets, scalars, barriers):
         """dV, dK and dQ of a step: what its codes multiply. Returns dQ in FP16, in ``fragment_order``, and its turn.
 
         Two accumulators take turns: one product runs while the one before is added up.
         """
         mmas, _, _, a_kv, b_kv, a_q, b_q = operands
         x, x_q, sums, _ = registers
-        values, _, shared_e, _, _ = plain
-        _, _, _, _, _, _, warp, lane = place
+        values, _, shared_e, maxima, _, _ = plain
+        _, _, _, _, _, warp, lane = place
         _, _, _, empty, ds_full, ds_empty = barriers
         stage, buffer = tile & (self.stages - 1), tile & 1
         factors = (values[DV, stage], gradients.power(both))
@@ -438,11 +461,15 @@ class Backward:
         self.gemm(mmas[2], second, a_q[None, None, None, buffer], b_q, 2, 2)
         scale = []
         for half in cutlass.range_constexpr(2):
-            e = shared_e[warp % 4 // 2, buffer, half]
-            scale.append(
-                [gradients.power(e + as_bits(values[DQ + warp % 4 * 16 + lane // 4 + 8 * r, stage])) for r in range(2)]
-            )
-        before = as_bits(values[TURN, stage]) if const_expr(self.deterministic) else None
+            rows = [warp % 4 * 16 + lane // 4 + 8 * r for r in range(2)]
+            if const_expr(self.exact):
+                e = shared_e[0, buffer, half]
+                tops = [maxima[gradients.place(rows[r]), tile & 3, half] for r in range(2)]
+                found = [e + gradients.row_exponent(tops[r], e) for r in range(2)]
+            else:
+                found = [shared_e[warp % 4 // 2, buffer, half]] * 2
+            scale.append([gradients.power(found[r] + as_bits(values[DQ + rows[r], stage])) for r in range(2)])
+        before = cute.arch.make_warp_uniform(as_bits(values[TURN, stage])) if const_expr(self.deterministic) else None
         self.release(empty + stage)
         warpgroup.wait_group(0)
         self.release(ds_empty + buffer)
@@ -450,7 +477,7 @@ class Backward:
 
     @cute.jit
     def head(
-        self, tile, j, head, kept, packed, masked: cutlass.Constexpr, operands, registers, plain, spots, place, targets,
+        self, tile, j, head, kept, packed, masked: cutlass.Constexpr, operands, registers, plain, slab, place, targets,
         scalars, barriers,
     ):  # fmt: skip
         """Codes of P and dS of 64 queries. Stores dQ of the step before meanwhile.
@@ -459,13 +486,13 @@ class Backward:
         """
         mmas, a_s, b_s, _, _, _, _ = operands
         x, _, _, words = registers
-        values, tops, shared_e, _, _ = plain
-        item, key, e_k, e_v, guess, group, warp, lane = place
-        spot, slab = spots
+        values, tops, shared_e, maxima, dS_pointer, _ = plain
+        item, e_k, e_v, guess, group, warp, lane = place
         _, _, left, right, _ = scalars
         _, _, full, _, ds_full, ds_empty = barriers
         stage = tile & (self.stages - 1)
         buffer, top = tile & 1, tile & 3
+        row = lane_here() if const_expr(self.exact) else lane  # no register is left to keep what follows from it
         cute.arch.mbarrier_wait(full + stage, (tile // self.stages) & 1)
         for i in cutlass.range_constexpr(2):
             self.gemm(mmas[0], x[i], a_s[i], b_s[i][None, None, None, stage], self.head_dim // 32)
@@ -473,20 +500,37 @@ class Backward:
             self.add_dq(packed, j - 1, head, place, slab, targets)
         unit = [as_bits(values[UNIT + i, stage]) for i in range(2)]
         e = kept[0] if kept[1] != 0 else unit[0] + guess
-        k_factor = gradients.power(e_k)
-        factor = [values[FACTOR + i, stage] * k_factor for i in range(2)]
+        k_factor = [gradients.power(v) for v in e_k]
+        factor = [values[FACTOR + i, stage] * k_factor[0] for i in range(2)]
         warpgroup.wait_group(1)
         p, ds = gradients.view(x[0]), gradients.view(x[1])
-        gradients.weights(p, factor, self.per_query(values, ADDEND, stage, lane))
+        if const_expr(self.exact):
+            loaders = [self.loader(values, kind, stage, lane) for kind in (Q_FACTOR, ADDEND, POWER, A, B)]
+            gradients.exact_weights(p, k_factor, loaders[0], loaders[1])
+        else:
+            gradients.weights(p, factor, self.per_query(values, ADDEND, stage, lane))
         if const_expr(masked):
-            gradients.mask(p, key, j * STEP, item.shift, item.len_k, left, right, self.masks)
-        gradients.codes(p, words[0])
+            gradients.mask(p, item.k0 + warp * 16 + row // 4, j * STEP, item.shift, item.len_k, left, right, self.masks)
+        if const_expr(self.exact):
+            gradients.column_codes(p, loaders[2], words[0])
+        else:
+            gradients.codes(p, words[0])
         # For the next step, by all warps; the wait for dP must not move before the powers.
         clear_after(tops.iterator + (8 * group + 2 * ((top + 1) & 3)), [words[0][i] for i in range(8)])
         warpgroup.wait_group(0)
-        scale = [gradients.power(unit[i] + e_k + e_v - e) for i in range(2)]
-        less = self.per_query(values, B, stage, lane)
-        found = gradients.scores_gradient(ds, p, scale, less, gradients.power(e_k - e))
+        row_scale = [gradients.power(v - e) for v in e_k]
+        if const_expr(self.exact):
+            row_v = [gradients.power(v) for v in e_v]
+            found = gradients.exact_gradient(ds, p, row_scale, row_v, loaders[3], loaders[4])
+            gradients.raise_row_maxima(ds, maxima.iterator + (320 * group + 80 * top))
+            if warp % 4 == 0:
+                for i in cutlass.range_constexpr(3):
+                    if lane + 32 * i < 80:
+                        maxima[lane + 32 * i, (top + 1) & 3, group] = Int32(0)
+        else:
+            scale = [gradients.power(unit[i] + e_k[0] + e_v[0] - e) for i in range(2)]
+            less = self.per_query(values, B, stage, lane)
+            found = gradients.scores_gradient(ds, p, scale, less, row_scale[0])
         gradients.codes(ds, words[1])
         for i in cutlass.range_constexpr(2):
             raise_to(tops.iterator + (8 * group + 2 * top + i), as_bits(found[i]))
@@ -494,28 +538,53 @@ class Backward:
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
         found = [as_float(tops[i, top, group]) for i in range(2)]
         first, second, both, known = e, e, e, kept[1]
-        address = spot + buffer * (STEP * TILE)
+        # dS row of this lane's query, and of its 16 bytes those of this warp's keys, swizzled
+        address = Int32(dS_pointer.toint()) + buffer * (STEP * TILE) + row * TILE + ((warp ^ row % 8) << 4)
         changes = known == 0 or not (gradients.serves(found[0]) and gradients.serves(found[1]))
-        if changes:
-            first, second, both, known = gradients.kept_exponents(found, e, known)
-            gradients.scaled_codes(ds, [gradients.power(e - first), gradients.power(e - second)], words[1])
-        gradients.store_codes(words[1], address)
-        if changes:
-            gradients.scaled_codes(ds, [gradients.power(e - both)] * 2, words[1])
-        if warp % 4 == 0 and lane == 0:
-            shared_e[0, buffer, group], shared_e[1, buffer, group] = first, second
+        if const_expr(self.exact):
+            to_dq = cute.make_rmem_tensor((8,), Int32)
+            gradients.row_codes(ds, self.loader(maxima, 0, 4 * group + top, lane), e, to_dq)
+            gradients.store_codes(to_dq, address)
+            if warp % 4 == 0 and lane == 0:
+                shared_e[0, buffer, group] = e
+            if changes:
+                first, second, both, known = gradients.kept_exponents(found, e, known)
+                gradients.scaled_codes(ds, [gradients.power(e - both)] * 2, words[1])
+        else:
+            if changes:
+                first, second, both, known = gradients.kept_exponents(found, e, known)
+                gradients.scaled_codes(ds, [gradients.power(e - first), gradients.power(e - second)], words[1])
+            gradients.store_codes(words[1], address)
+            if changes:
+                gradients.scaled_codes(ds, [gradients.power(e - both)] * 2, words[1])
+            if warp % 4 == 0 and lane == 0:
+                shared_e[0, buffer, group], shared_e[1, buffer, group] = first, second
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         self.release(ds_full + buffer)
         return second, known, both
 
     @cute.jit
-    def per_query(self, values, kind: cutlass.Constexpr, stage, lane):
-        """Numbers of the thread's 16 queries, [2, 8]."""
-        source = (values.iterator + (stage * NUMBERS + kind + lane % 4 * gradients.STRIDE)).align(16)
-        numbers = cute.make_rmem_tensor((2, 8), Float32)
-        cute.autovec_copy(cute.make_tensor(source, cute.make_layout((2, 8))), numbers)
+    def per_query(self, table, kind: cutlass.Constexpr, column, lane):
+        """Numbers of the thread's 16 queries, [2, 8], from a column of a table in shared memory."""
+        numbers = cute.make_rmem_tensor((2, 8), table.element_type)
+        cute.autovec_copy(self.numbers_at(table, kind, column, lane, 16), numbers)
         return numbers
+
+    def numbers_at(self, table, start, column, lane, count):
+        rows = cute.size(table.shape[0])
+        source = (table.iterator + (column * rows + start + lane % 4 * gradients.STRIDE)).align(16)
+        return cute.make_tensor(source, cute.make_layout((2, count // 2)))
+
+    def loader(self, table, kind, column, lane):
+        """A function of k that loads four of what ``per_query`` does, those of columns 2k and 2k + 1."""
+
+        def load(k):
+            numbers = cute.make_rmem_tensor((2, 2), table.element_type)
+            cute.autovec_copy(self.numbers_at(table, kind + 4 * k, column, lane, 4), numbers)
+            return numbers
+
+        return load
 
     @cute.jit
     def gemm(self, mma, accumulator, a, b, blocks: cutlass.Constexpr, first: cutlass.Constexpr = 0):
@@ -560,7 +629,7 @@ class Backward:
     def add_dq(self, packed, j, head, place, slab, targets):
         """Add what ``products`` has packed to the accumulator, when it is this tile's turn."""
         words, before = packed
-        item, _, _, _, _, group, warp, lane = place
+        item, _, _, _, group, warp, lane = place
         if const_expr(self.deterministic):
             if j > item.first:
                 self.pass_on(j - 1, head, place, targets)
@@ -587,7 +656,7 @@ class Backward:
     @cute.jit
     def pass_on(self, j, head, place, targets):
         """The turn to the next tile, once what was added to step j's queries is there."""
-        item, _, _, _, _, group, warp, lane = place
+        item, _, _, _, group, warp, lane = place
         query = j * STEP + warp % 4 * 16
         if lane == 0 and query < item.len_q:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
@@ -596,16 +665,18 @@ class Backward:
             cute.arch.red(target, Int32(1), op="add", dtype="u32", sem="release", scope="gpu")
 
     @cute.jit
-    def store(self, sums, outputs, item, warp, lane, e_k, softmax_scale, slab):
+    def store(self, sums, outputs, item, warp, e_k, softmax_scale, slab):
         """Write this warp's 16 rows of dk and dv; rows past the document's end are not written."""
         dv, dk = sums
-        factor = gradients.power(-e_k) * softmax_scale
-        for i in cutlass.range_constexpr(cute.size(dk)):
-            dk[i] = dk[i] * factor
+        for r in cutlass.range_constexpr(2):
+            factor = gradients.power(-e_k[r]) * softmax_scale
+            for i in cutlass.range_constexpr(16):
+                for h in cutlass.range_constexpr(self.halves):
+                    dk[i % 2, r, i // 2, h] = dk[i % 2, r, i // 2, h] * factor
         if const_expr(self.rotate):
             gradients.rotate_back(dk)
         kind = "bf16" if const_expr(outputs[0].element_type is BFloat16) else "f16"
-        key = item.k0 + warp * 16
+        key, lane = item.k0 + warp * 16, lane_here()
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
@@ -667,6 +738,7 @@ def compile_backward(
         table(Float32, heads, tokens),
         table(Float32, heads, tokens),
         table(Int32, heads, tokens),
+        table(Int32, heads, free()),
         table(Uint8, heads, tokens),
         table(Uint8, kv_heads, keys),
         table(Uint8, kv_heads, keys),

@@ -11,7 +11,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from flamia.sm90.instructions import as_bits, as_float, exp2, max_abs, pack_e4m3, permute_bytes, store_matrices
+from flamia.sm90.instructions import (
+    as_bits,
+    as_float,
+    exp2,
+    max_abs,
+    pack_e4m3,
+    permute_bytes,
+    raise_to,
+    store_matrices,
+)
 from flamia.sm90.key_work import STEP
 
 STRIDE = 20  # 32-bit words between the numbers of neighbouring thread-columns
@@ -76,6 +85,81 @@ def scores_gradient(dp: cute.Tensor, p: cute.Tensor, scale: Any, b: cute.Tensor,
                 dp[c, r, j] = x
                 tops[j // 4] = max_abs(tops[j // 4], x)
     return tops
+
+
+def exact_weights(s: cute.Tensor, row_factor: Any, factors: Any, addends: Any) -> None:
+    """Scores -> 2^(x - M) where every token has its own exponent, in place.
+
+    row_factor: 2^e_K of the thread's keys; factors: c 2^e_Q of its queries, addends: -M of them, functions of k that
+    load those of columns 2k and 2k + 1: registers are scarce.
+    """
+    for k in range(4):
+        f, m = factors(k), addends(k)
+        for i in range(4):
+            for r in range(2):
+                c, j = i % 2, 2 * k + i // 2
+                s[c, r, j] = exp2(s[c, r, j] * row_factor[r] * f[i] + m[i])
+
+
+def exact_gradient(dp: cute.Tensor, p: cute.Tensor, row_scale: Any, row_v: Any, a: Any, b: Any) -> Any:
+    """dP codes -> p row_scale (dP a row_v - b), in place; returns the largest magnitude of each block in this thread.
+
+    row_scale: 2^(e_K - E), row_v: 2^e_V of the thread's keys. a, b: 2^(e_T + e_Q) and B 2^(e_T - C + 8), loaded as in
+    ``exact_weights``.
+    """
+    tops = [Float32(0.0), Float32(0.0)]
+    for k in range(4):
+        scale, less = a(k), b(k)
+        for i in range(4):
+            for r in range(2):
+                c, j = i % 2, 2 * k + i // 2
+                x = p[c, r, j] * row_scale[r] * (dp[c, r, j] * scale[i] * row_v[r] - less[i])
+                dp[c, r, j] = x
+                tops[j // 4] = max_abs(tops[j // 4], x)
+    return tops
+
+
+@cute.jit
+def raise_row_maxima(ds: cute.Tensor, maxima: Any) -> None:
+    """Raise ``maxima``, words of shared memory in the order of ``place``, to each query's largest |dS| in this warp."""
+    lane = cute.arch.lane_idx()
+    tops = [max_abs(max_abs(Float32(0.0), ds[i % 2, 0, i // 2]), ds[i % 2, 1, i // 2]) for i in range(16)]
+    # Eight threads hold the same queries: each stage sends half of them away, and two are left.
+    for stage in cutlass.range_constexpr(3):
+        upper = lane & (16 >> stage) != 0
+        half = len(tops) // 2
+        kept = [tops[half + i] if upper else tops[i] for i in range(half)]
+        sent = [tops[i] if upper else tops[half + i] for i in range(half)]
+        tops = [cute.arch.fmax(kept[i], cute.arch.shuffle_sync_bfly(sent[i], 16 >> stage)) for i in range(half)]
+    first = lane % 4 * STRIDE + (lane & 16) // 2 + (lane & 8) // 2 + (lane & 4) // 2
+    for i in cutlass.range_constexpr(2):
+        raise_to(maxima + (first + i), as_bits(tops[i]))
+
+
+@cute.jit
+def row_exponent(top: Int32, e: Int32) -> Int32:
+    """Exponent, relative to e, of a query whose largest |dS 2^-e| has these bits."""
+    return cutlass.max(_own_exponent(as_float(top)), -126 - e)
+
+
+def row_codes(s: cute.Tensor, tops: Any, e: Int32, words: cute.Tensor) -> None:
+    """``codes`` of dS 2^-e with an exponent per query; tops: bits of their largest magnitudes, loaded as above."""
+
+    def factors(k: int) -> Any:
+        top = tops(k)
+        return [power(-row_exponent(top[i], e)) for i in range(4)]
+
+    column_codes(s, factors, words)
+
+
+def column_codes(s: cute.Tensor, factors: Any, words: cute.Tensor) -> None:
+    """``codes`` of s times a factor per query, loaded as above."""
+    for k in range(4):
+        f, j = factors(k), 2 * k
+        for r in range(2):
+            words[r + 2 * k] = pack_e4m3(
+                s[0, r, j] * f[0], s[1, r, j] * f[1], s[0, r, j + 1] * f[2], s[1, r, j + 1] * f[3]
+            )
 
 
 @cute.jit

@@ -74,6 +74,12 @@ def as_bits(a: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
 
 
 @dsl_user_op
+def lane_here(*, loc: Any = None, ip: Any = None) -> Int32:
+    """The lane, read anew: what follows from it is not kept in registers from before a loop."""
+    return Int32(_asm(T.i32(), [], "mov.u32 $0, %laneid;", "=r", effects=True))
+
+
+@dsl_user_op
 def max_abs(a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """max(a, |b|); a NaN is passed over."""
     text = "{\n\t.reg .f32 t;\n\tabs.f32 t, $2;\n\tmax.f32 $0, $1, t;\n\t}"

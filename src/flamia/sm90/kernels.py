@@ -65,6 +65,7 @@ def backward_kernels(plan: Plan, dtype: torch.dtype, arch: str = ARCH) -> tuple[
             rotate=plan.rotates,
             causal_scale=plan.recipe.accumulator_scale == "causal",
             deterministic=plan.deterministic,
+            exact=plan.per_token,
         ),
     )
 
@@ -109,8 +110,11 @@ def unsupported(
         return "k_offset and v_offset run on the reference alone"
     if training and not TRAINS:
         return "q, k or v requires a gradient, and the Hopper backward is not there yet; under torch.no_grad() it runs"
-    if training and recipe.exact_ds:
-        return "exact_ds=True has no Hopper backward, exact_ds=False has"
+    if training and bool(recipe.exact_ds) != bool(recipe.exact_operands):
+        return (
+            f"exact_ds={recipe.exact_ds} with exact_operands={recipe.exact_operands} has no Hopper backward, "
+            "both or neither has"
+        )
     if training and recipe.accumulator != "fp16":
         return f"accumulator={recipe.accumulator!r} has no Hopper backward, 'fp16' has"
     return None
