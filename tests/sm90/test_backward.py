@@ -142,7 +142,8 @@ class Case:
         lists, documents = self.lists, self.documents
         function(
             *(x.view(f8) for x in (q.codes, k.codes, v.codes, self.do.codes, q.columns, k.columns, self.do.columns)),
-            dk, dv, accumulator, turns, self.addend, self.b, self.unit, self.power, q.exponents, k.exponents, v.exponents,
+            dk, dv, accumulator, turns, self.addend, self.b, self.unit, self.power,
+            q.exponents, k.exponents, v.exponents,
             self.token_scale if causal else self.document_scale, lists.backward.items, lists.backward.count,
             documents.cu_seqlens_q, documents.cu_seqlens_k, lists.q.column_starts, lists.k.column_starts,
             plan.score_scale, plan.softmax_scale, *self.window, section, ctas,
