@@ -131,7 +131,7 @@ def _dq_kernel(
     if D > 3 * W:
         x3 = _sums(base, inside, 3 * W, R, W, D, FRAGMENTS) * scale
     if ROTATE:
-        x0, x1, x2, x3 = hadamard(x0, x1, x2, x3, R, W, D)
+        x0, x1, x2, x3 = hadamard(x0, x1, x2, x3, R, W, D, False)
     out = dq_ptr + head.to(tl.int64) * dq_head + token.to(tl.int64)[:, None] * dq_token + d[None, :]
     _store(out, x0, x1, x2, x3, mask, W, D)
 
@@ -177,7 +177,7 @@ def _dk_dv_kernel(
         if D > 3 * W:
             x3 = _summed(sums + 3 * W, mask, softmax_scale, RATIO, D)
         if ROTATE:
-            x0, x1, x2, x3 = hadamard(x0, x1, x2, x3, R, W, D)
+            x0, x1, x2, x3 = hadamard(x0, x1, x2, x3, R, W, D, False)
         _store(dk_ptr + head.to(tl.int64) * dk_head + wide * dk_token + d[None, :], x0, x1, x2, x3, mask, W, D)
     else:
         sums = dv_sums_ptr + source

@@ -382,32 +382,35 @@ def keep(x):
 
 
 @triton.jit
-def _butterfly_chunk(x, R: tl.constexpr, W: tl.constexpr):
+def _butterfly_chunk(x, R: tl.constexpr, W: tl.constexpr, IN_PLACE: tl.constexpr):
     # Each column fetches its partner and nothing moves: a sum of both less one's own compiles to a register or a
     # shuffle, whichever holds the partner. A product with +-1 is exact, so that the fused sum is the twin's.
     sign = tl.where(tl.arange(0, 2) == 0, 1.0, -1.0)[None, None, :, None]
     for k in tl.static_range(0, 10):
         if (1 << k) < W:
             y = tl.reshape(x, (R, W // (2 << k), 2, 1 << k))
-            if COMPILED:
+            if COMPILED and IN_PLACE:
                 own = bits(y)
                 partner = (tl.sum(own, 2, keep_dims=True) - own).to(tl.float32, bitcast=True)
                 x = tl.reshape(tl.fma(y, sign, partner), (R, W))
-            else:  # the same, in far fewer steps of the interpreter
+            else:  # the same, in far fewer steps of the interpreter, and for layouts that have to move anyway
                 a, b = tl.split(tl.permute(y, (0, 1, 3, 2)))
                 x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (R, W))
     return x
 
 
 @triton.jit
-def hadamard(x0, x1, x2, x3, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
-    """formats.hadamard of a tile in chunks [R, W]: the same additions in the same order."""
-    x0 = _butterfly_chunk(x0, R, W)
-    x1 = _butterfly_chunk(x1, R, W)
+def hadamard(x0, x1, x2, x3, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr, IN_PLACE: tl.constexpr = True):
+    """formats.hadamard of a tile in chunks [R, W]: the same additions in the same order.
+
+    IN_PLACE: keeps the tile's layout; otherwise halves are split and joined.
+    """
+    x0 = _butterfly_chunk(x0, R, W, IN_PLACE)
+    x1 = _butterfly_chunk(x1, R, W, IN_PLACE)
     x0, x1 = x0 + x1, x0 - x1
     if D > 2 * W:
-        x2 = _butterfly_chunk(x2, R, W)
-        x3 = _butterfly_chunk(x3, R, W)
+        x2 = _butterfly_chunk(x2, R, W, IN_PLACE)
+        x3 = _butterfly_chunk(x3, R, W, IN_PLACE)
         x2, x3 = x2 + x3, x2 - x3
         x0, x2 = x0 + x2, x0 - x2
         x1, x3 = x1 + x3, x1 - x3

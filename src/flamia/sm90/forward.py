@@ -1,7 +1,7 @@
 """MXFP8 attention forward on Hopper, batched and packed: the twin of ``reference.folded.forward``.
 
-One producer warp loads tiles by TMA, a second one their scales, and two warpgroups of 64 queries each compute. A tile's
-partial output is one accumulation of the tensor core, which keeps 13 bits or so, added to FP32 registers afterwards.
+One producer warp loads tiles by TMA, a second one their scales, and two warpgroups of 64 queries each compute. The
+warpgroups take turns at the powers, which both of them together would wait for. A tile's partial output is one accumulation of the tensor core, which keeps 13 bits or so, added to FP32 registers afterwards.
 The value product has eight columns more than V: the first holds 2^(top - e_V), top being the tile's largest e_V, so
 that it sums the codes of the weights; the others are zero.
 """
@@ -24,6 +24,7 @@ from flamia.sm90.work import TILE, Item, Masks, Tables, item_at
 SUM_COLUMNS = 8
 THREADS = 384
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
+FIRST_TURN = 1  # barriers on which the first and the second warpgroup wait for their turn at the powers
 UNIT = 8  # scales of a tile in shared memory, FP32: 2^e_K and e_V of its four blocks, and 2^-top (careful: 0)
 
 
@@ -36,6 +37,9 @@ class Forward:
         careful: sums rows block by block in registers, for documents whose V exponents vary too much for the column
             that sums codes. A launch of each kind does all items: each passes over the other's. row_sum "weights" is
             one careful launch.
+
+    Raises:
+        ValueError: a head dimension or number of stages that there is no kernel for.
     """
 
     def __init__(
@@ -52,7 +56,10 @@ class Forward:
     ) -> None:
         if head_dim not in (64, 128):
             raise ValueError(f"head_dim must be 64 or 128, got {head_dim}")
+        if stages not in (2, 4):
+            raise ValueError(f"stages must be 2 or 4, got {stages}")
         self.head_dim, self.ratio, self.masks, self.stages = head_dim, ratio, masks, stages
+        self.bits = stages.bit_length() - 1
         self.p_shift, self.tau, self.weights = p_shift, tau, row_sum == "weights"
         self.careful = careful or self.weights
         self.value_rows = head_dim + SUM_COLUMNS
@@ -219,7 +226,7 @@ class Forward:
                 cute.arch.mbarrier_arrive_and_expect_tx(q_full, TILE * d)
             cute.copy(tmaQ, tQg, tQs, tma_bar_ptr=q_full)
             for j in cutlass.range(item.first, item.stop, unroll=1):
-                stage, phase = tile % self.stages, (tile // self.stages + 1) & 1
+                stage, phase = tile & (self.stages - 1), ((tile >> self.bits) + 1) & 1
                 cute.arch.mbarrier_wait(k_empty + stage, phase)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(k_full + stage, TILE * d)
@@ -249,10 +256,11 @@ class Forward:
         while at < work[0]:
             item = self.item(at, work)
             for j in cutlass.range(item.first, item.stop, unroll=1):
-                stage, phase = tile % self.stages, (tile // self.stages + 1) & 1
+                stage, phase = tile & (self.stages - 1), ((tile >> self.bits) + 1) & 1
                 token = item.k_start + cutlass.min(j * TILE + 32 * block, item.len_k - 1)
                 k, v = Int32(eK[item.kv, token]), Int32(eV[item.kv, token])
-                top = v
+                broken = v == 255  # a block with a NaN or an infinity: its codes are zeros, its exponent NaN
+                top = 0 if broken else v
                 for distance in cutlass.range_constexpr(2):
                     top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, 8 << distance))
                 cute.arch.mbarrier_wait(k_empty + stage, phase)
@@ -261,7 +269,7 @@ class Forward:
                 sV_words[stage, self.head_dim * TILE // 4 + lane] = code * 0x01010101
                 if lane % 8 == 0:
                     scales[stage, block] = as_float(k << 23)
-                    scales[stage, 4 + block] = Float32(v - 127)
+                    scales[stage, 4 + block] = Float32.nan if broken else Float32(v - 127)
                 if lane == 0:
                     scales[stage, UNIT] = Float32(0.0) if const_expr(self.careful) else as_float((254 - top) << 23)
                 cute.arch.fence_view_async_shared()
@@ -295,6 +303,8 @@ class Forward:
         operands = (mma_qk, mma_pv, tSrQ, tSrK, tOrP, tOrV)
         at, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         n, tile = Int32(0), Int32(0)
+        if group == 1:
+            cute.arch.barrier_arrive(barrier_id=FIRST_TURN, number_of_threads=256)
         while at < work[0]:
             item = self.item(at, work)
             row = item.q0 + first_row + lane // 4
@@ -306,8 +316,8 @@ class Forward:
             if item.first < item.stop:
                 place = (row, item.shift, item.len_k)
                 common = (operands, registers, scales, barriers, q_scale, place, work[3])
-                stage = tile % self.stages
-                cute.arch.mbarrier_wait(k_full + stage, (tile // self.stages) & 1)
+                stage = tile & (self.stages - 1)
+                cute.arch.mbarrier_wait(k_full + stage, (tile >> self.bits) & 1)
                 self.gemm(mma_qk, scores, tSrQ, tSrK[None, None, None, stage])
                 warpgroup.wait_group(0)
                 bounds = self.weigh(tile, item.first, True, *common)
@@ -320,8 +330,8 @@ class Forward:
                     tile = self.step(tile, j, False, *common)
                 for j in cutlass.range(cutlass.max(item.clouded, begin), item.stop, unroll=1):
                     tile = self.step(tile, j, True, *common)
-                stage = tile % self.stages
-                cute.arch.mbarrier_wait(v_full + stage, (tile // self.stages) & 1)
+                stage = tile & (self.stages - 1)
+                cute.arch.mbarrier_wait(v_full + stage, (tile >> self.bits) & 1)
                 self.gemm(mma_pv, partial, tOrP, tOrV[None, None, None, stage])
                 warpgroup.wait_group(0)
                 self.promote(out, partial, rows, softmax.NOW, scales[stage, UNIT])
@@ -335,20 +345,27 @@ class Forward:
 
     @cute.jit
     def step(self, tile, j, masked: cutlass.Constexpr, operands, registers, scales, barriers, q_scale, place, scalars):
-        """Scores of key tile j and the value product of the tile before it, and between them the softmax of j."""
-        _, _, k_full, _, v_full, v_empty = barriers
+        """Scores of key tile j, and beside its powers the value product of the tile before it."""
+        _, _, k_full, k_empty, v_full, v_empty = barriers
         mma_qk, mma_pv, tSrQ, tSrK, tOrP, tOrV = operands
         scores, partial, out, _, rows = registers
         common = (operands, registers, scales, barriers, q_scale, place, scalars)
-        before, before_phase = tile % self.stages, (tile // self.stages) & 1
+        before, before_phase = tile & (self.stages - 1), (tile >> self.bits) & 1
         tile += 1
-        stage, phase = tile % self.stages, (tile // self.stages) & 1
+        stage, phase = tile & (self.stages - 1), (tile >> self.bits) & 1
         cute.arch.mbarrier_wait(k_full + stage, phase)
         self.gemm(mma_qk, scores, tSrQ, tSrK[None, None, None, stage])
         cute.arch.mbarrier_wait(v_full + before, before_phase)
+        warpgroup.wait_group(0)
+        scaling, bounds = self.refer(tile, j, masked, *common)
+        group = cute.arch.make_warp_uniform((cute.arch.thread_idx()[0] - 128) // 128)
+        cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=256)
         self.gemm(mma_pv, partial, tOrP, tOrV[None, None, None, before])
-        warpgroup.wait_group(1)
-        bounds = self.weigh(tile, j, masked, *common)
+        s = softmax.view(scores)
+        softmax.powers(s, *scaling)
+        with cute.arch.elect_one():
+            arrive_after(k_empty + stage, s[1, 0, 15], s[1, 1, 15])
+        cute.arch.barrier_arrive(barrier_id=FIRST_TURN + 1 - group, number_of_threads=256)
         warpgroup.wait_group(0)
         unit = scales[before, UNIT]
         self.release(v_empty + before)
@@ -358,24 +375,31 @@ class Forward:
 
     @cute.jit
     def weigh(self, tile, j, masked: cutlass.Constexpr, operands, registers, scales, barriers, q_scale, place, scalars):
-        """Scores of key tile j -> weights, in place; K's stage is free then. masked: a row may not see every key."""
+        """Scores of an item's first key tile -> weights, in place; K's stage is free then."""
+        s = softmax.view(registers[0])
+        scaling, bounds = self.refer(tile, j, masked, operands, registers, scales, barriers, q_scale, place, scalars)
+        softmax.powers(s, *scaling)
+        self.release(barriers[3] + (tile & (self.stages - 1)))
+        return bounds
+
+    @cute.jit
+    def refer(self, tile, j, masked: cutlass.Constexpr, operands, registers, scales, barriers, q_scale, place, scalars):
+        """Moves the row references on to key tile j; returns how its scores become exponents, and which keys rows see.
+
+        masked: a row may not see every key.
+        """
         scores, _, _, _, rows = registers
         row, shift, len_k = place
         _, left, right, _ = scalars
-        k_empty = barriers[3]
-        stage = tile % self.stages
-        k_scale = [scales[stage, b] for b in range(4)]
-        v_exponent = [scales[stage, 4 + b] for b in range(4)]
+        stage = tile & (self.stages - 1)
         s = softmax.view(scores)
         bounds = None
         if const_expr(masked):
             bounds = softmax.mask(s, row, j * TILE, shift, len_k, left, right, self.masks)
         fresh = masked or self.masks.left
-        factor, adds = softmax.row_references(s, rows, k_scale, v_exponent, q_scale, self.tau, self.p_shift, fresh)
-        softmax.powers(s, factor, adds)
-        with cute.arch.elect_one():
-            arrive_after(k_empty + stage, s[1, 0, 15], s[1, 1, 15])
-        return bounds
+        k_scale = [scales[stage, b] for b in range(4)]
+        v_exponent = [scales[stage, 4 + b] for b in range(4)]
+        return softmax.row_references(s, rows, k_scale, v_exponent, q_scale, self.tau, self.p_shift, fresh), bounds
 
     @cute.jit
     def encode(self, tile, bounds, operands, registers, scales, barriers, q_scale, place, scalars):
@@ -383,7 +407,7 @@ class Forward:
         scores, _, _, p, rows = registers
         s = softmax.view(scores)
         if const_expr(self.careful):
-            stage = tile % self.stages
+            stage = tile & (self.stages - 1)
             v_exponent = [scales[stage, 4 + b] for b in range(4)]
             softmax.note_exponents(rows, v_exponent, bounds)
             softmax.slow_sums(s, rows, v_exponent, self.weights)

@@ -118,11 +118,11 @@ def _max4(v: list[Float32]) -> Float32:
 @cute.jit
 def powers(s: cute.Tensor, factor: Any, adds: Any) -> None:
     """Scores -> weights 2^(z - R + a), in place."""
-    for r in cutlass.range_constexpr(2):
-        for b in cutlass.range_constexpr(4):
-            for j in cutlass.range_constexpr(4):
+    for k in cutlass.range_constexpr(TILE // 16):
+        for r in cutlass.range_constexpr(2):
+            for j in cutlass.range_constexpr(2):
                 for c in cutlass.range_constexpr(2):
-                    s[c, r, 4 * b + j] = exp2(s[c, r, 4 * b + j] * factor[b] + adds[r][b])
+                    s[c, r, 2 * k + j] = exp2(s[c, r, 2 * k + j] * factor[k // 2] + adds[r][k // 2])
 
 
 @cute.jit
@@ -132,11 +132,10 @@ def codes(s: cute.Tensor, p: cute.Tensor) -> None:
     V's payload stores the tokens of every 32 so that what a thread holds is what it must deliver
     (``payloads.COLUMN_ORDERS["mma"]``).
     """
-    for r in cutlass.range_constexpr(2):
-        for b in cutlass.range_constexpr(4):
-            for k in cutlass.range_constexpr(2):
-                j = 4 * b + 2 * k
-                p[r + 2 * k + 4 * b] = pack_e4m3(s[0, r, j], s[1, r, j], s[0, r, j + 1], s[1, r, j + 1])
+    for k in cutlass.range_constexpr(TILE // 16):
+        for r in cutlass.range_constexpr(2):
+            j = 2 * k
+            p[r + 2 * k] = pack_e4m3(s[0, r, j], s[1, r, j], s[0, r, j + 1], s[1, r, j + 1])
 
 
 @cute.jit
