@@ -107,7 +107,10 @@ def token_blocks(
         amax = tops.scatter_reduce(0, index, amax, "amax")[block]
     exponent = formats.e8m0_exponent(amax, "e4m3", rounding).clamp(min=least)
     codes = formats.encode_e4m3(x * formats.pow2(-exponent).unsqueeze(-1))
-    codes = torch.where(tokens.valid.view(-1, 1, 1), codes, 0)
+    # A block with a NaN or an infinity says so by its exponent. Its codes are zeros: a tile of a tensor core may reach
+    # into the next document, and 0 * NaN is NaN.
+    finite = exponent != formats.NAN_EXPONENT
+    codes = torch.where(tokens.valid.view(-1, 1, 1) & finite.unsqueeze(-1), codes, 0)
     table = torch.where(tokens.valid.view(-1, 1), formats.encode_e8m0(exponent), 0).t().contiguous()
     transposed = _columns(tokens.pad(codes), columns) if columns else codes.new_empty(0)
     return E4M3Payload(codes, table, transposed)

@@ -228,7 +228,7 @@ def _gradient_kernel(
             if CHUNKS > 2:
                 w2, w3 = chunk_words(x2 * scale, R, W), chunk_words(x3 * scale, R, W)
                 p2, p3 = _products(w2, back, o2, R, W), _products(w3, back, o3, R, W)
-            words = join_chunks(w0, w1, w2, w3, CHUNKS)
+            words = tl.where((e == 128)[:, None], 0, join_chunks(w0, w1, w2, w3, CHUNKS))
             store_rows(words, codes_ptr + row // 4, row_mask, D // 4)
             if WITH_COLUMNS:
                 store_columns(words, columns_ptr + channels * (capacity // 4) + place // 4, capacity // 4, D)

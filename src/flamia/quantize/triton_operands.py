@@ -209,7 +209,7 @@ def _operand_kernel(
         w2, w3 = w0, w1
         if CHUNKS > 2:
             w2, w3 = chunk_words(x2 * scale, R, W), chunk_words(x3 * scale, R, W)
-        words = join_chunks(w0, w1, w2, w3, CHUNKS)
+        words = tl.where((e == 128)[:, None], 0, join_chunks(w0, w1, w2, w3, CHUNKS))
         store_rows(words, codes_ptr + row // 4, row_mask, D // 4)
         if WITH_COLUMNS:
             columns = columns_ptr + channels * (capacity // 4) + block * (R // 4)
