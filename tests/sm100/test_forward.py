@@ -23,6 +23,7 @@ from flamia.documents import Documents
 from flamia.quantize.payloads import Payloads
 from flamia.quantize.reference import VALUE_MIN_EXPONENT, TokenMap, prepare, token_blocks
 from flamia.reference import forward as reference
+from flamia.sm100 import kernels
 from flamia.sm100.forward import Forward, compile_forward
 from flamia.sm100.work import ITEM, Masks
 from flamia.worklists import Tiling, work_lists
@@ -283,6 +284,18 @@ def test_a_document_does_not_see_its_neighbours(soft_device):
         assert torch.equal(x.narrow(dim, 150, 77), y.narrow(dim, 150, 77))
         assert not torch.equal(x.narrow(dim, 0, 150), y.narrow(dim, 0, 150))
     assert again[0][:150].isnan().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_kernels_of_a_plan(soft_device, arch):
+    """What ``flamia compile`` builds."""
+    case = Case([200, 31], [200, 31], 2, 2, 64, None, 0, exact=True, edit=spread)
+    plan = make_plan(flamia.Recipe(exact_operands=True), 2, 2, 64, None, 0, training=False)
+    (name,) = kernels.forward_kernels(plan, torch.bfloat16, arch)
+    with compiling(soft_device, arch):
+        launch = name.build()
+    case.check(case.run(launch, ctas=2 * len(case.list.items)))
 
 
 def test_what_has_no_kernel_is_refused():

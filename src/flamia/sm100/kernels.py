@@ -1,0 +1,87 @@
+"""Which Blackwell kernels there are: names for ``compiler``, and the functions that build them. Imports no DSL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from flamia.compiler import Kernel, make_kernel
+from flamia.plan import Plan
+from flamia.recipe import Recipe
+
+ARCHS = {(10, 0): "sm_100a", (10, 3): "sm_103a"}  # of B200 and of B300, by capability
+VARIANT = "block"
+HEAD_DIMS = (64, 128)
+TRAINS = False  # whether there is a backward
+DTYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
+
+
+def claims(plan: Plan) -> bool:
+    """Whether blocks claim their items, a block per item and head, rather than being dealt them (paper 3.6.2).
+
+    The paper also claims them where one document is much longer than the others, which only lengths would tell.
+    """
+    return plan.right is not None
+
+
+def forward_kernels(plan: Plan, dtype: torch.dtype, arch: str) -> tuple[Kernel, ...]:
+    """The launch of a forward."""
+    recipe = plan.recipe
+    return (
+        make_kernel(
+            "flamia.sm100.kernels:build_forward",
+            "flamia.sm100.forward",
+            arch,
+            head_dim=plan.head_dim,
+            ratio=plan.ratio,
+            left=plan.left is not None,
+            right=plan.right is not None,
+            dtype=DTYPES[dtype],
+            p_shift=recipe.p_shift,
+            tau=float(recipe.tau or 0.0),
+            row_sum=recipe.row_sum,
+            per_token=plan.per_token,
+            dynamic=claims(plan),
+        ),
+    )
+
+
+def build_forward(arch: str, *, dtype: str, left: bool, right: bool, head_dim: int, ratio: int, **options: Any) -> Any:
+    """Compile ``sm100.forward.Forward`` for outputs of ``cutlass.<dtype>``."""
+    import cutlass
+
+    from flamia.sm100.forward import Forward, compile_forward
+    from flamia.sm100.work import Masks
+
+    kernel = Forward(head_dim, ratio, Masks(left, right), arch=arch, **options)
+    return compile_forward(kernel, getattr(cutlass, dtype))
+
+
+def call_kernels(plan: Plan, dtype: torch.dtype, arch: str) -> Iterator[Kernel]:
+    """Every kernel that a call with this plan loads."""
+    yield from forward_kernels(plan, dtype, arch)
+
+
+def unsupported(
+    recipe: Recipe, head_dim: int, dtype: torch.dtype, *, training: bool, offsets: bool = False
+) -> str | None:
+    """Why Blackwell kernels cannot run a call, naming the option; None where they can."""
+    if recipe.format != "mxfp8":
+        return f"format={recipe.format!r} has no Blackwell kernel, 'mxfp8' has"
+    if recipe.is_ablation:
+        return "ablations of the scales run on the reference alone"
+    if recipe.variant != "block":
+        return f"variant={recipe.variant!r} has no Blackwell kernel, 'block' has"
+    if recipe.exponential != "exact":
+        return f"exponential={recipe.exponential!r} has no Blackwell kernel, 'exact' has"
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim={head_dim} has no Blackwell kernel, {HEAD_DIMS} have"
+    if dtype not in DTYPES:
+        return f"dtype {dtype} has no Blackwell kernel, torch.bfloat16 and torch.float16 have"
+    if offsets:
+        return "k_offset and v_offset run on the reference alone"
+    if training and not TRAINS:
+        return "q, k or v requires a gradient, and Blackwell has no backward; under torch.no_grad() it runs"
+    return None

@@ -1,0 +1,57 @@
+"""The list of Blackwell kernels: which call loads which, and why a call has none."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from reference_cases import make_plan
+
+import flamia
+from flamia.sm100 import kernels
+
+
+def options(plan, dtype=torch.bfloat16):
+    (kernel,) = kernels.call_kernels(plan, dtype, "sm_103a")
+    assert kernel.arch == "sm_103a"
+    return dict(kernel.options)
+
+
+def test_a_kernel_is_what_changes_code():
+    plan = make_plan(flamia.Recipe(), 8, 2, 128, None, 0, training=False)
+    base = options(plan)
+    assert (base["ratio"], base["left"], base["right"], base["per_token"]) == (4, False, True, False)
+    assert options(dataclasses.replace(plan, softmax_scale=1.0, heads_q=16, heads_kv=4)) == base
+    assert options(dataclasses.replace(plan, left=5)) == base | {"left": True}
+    assert options(dataclasses.replace(plan, left=5)) == options(dataclasses.replace(plan, left=9))
+    assert options(plan, torch.float16) == base | {"dtype": "Float16"}
+    exact = dataclasses.replace(plan, recipe=flamia.Recipe(exact_operands=True))
+    assert options(exact) == base | {"per_token": True}
+
+
+@pytest.mark.parametrize(("right", "claimed"), [(None, False), (0, True)])
+def test_causal_calls_claim_their_items(right, claimed):
+    plan = make_plan(flamia.Recipe(), 2, 1, 64, None, right, training=False)
+    assert options(plan)["dynamic"] is claimed is kernels.claims(plan)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "change", "reason"),
+    [
+        (dict(format="nvfp4"), {}, "format='nvfp4' has no Blackwell kernel, 'mxfp8' has"),
+        (dict(scale_rounding="floor"), {}, "ablations of the scales"),
+        (dict(variant="folded"), {}, "variant='folded' has no Blackwell kernel, 'block' has"),
+        (dict(exponential="schraudolph", training=False), {}, "exponential='schraudolph' has no Blackwell kernel"),
+        ({}, dict(head_dim=96), r"head_dim=96 has no Blackwell kernel, \(64, 128\) have"),
+        ({}, dict(dtype=torch.float32), "dtype torch.float32 has no Blackwell kernel"),
+        ({}, dict(offsets=True), "k_offset and v_offset"),
+        ({}, dict(training=True), "Blackwell has no backward"),
+    ],
+    ids=str,
+)
+def test_calls_without_a_kernel_are_told_why(recipe, change, reason):
+    call = dict(head_dim=128, dtype=torch.bfloat16, training=False) | change
+    said = kernels.unsupported(flamia.Recipe(**recipe), call.pop("head_dim"), call.pop("dtype"), **call)
+    assert said is not None
+    assert re.search(reason, said)
+    assert kernels.unsupported(flamia.Recipe(), 128, torch.bfloat16, training=False) is None
