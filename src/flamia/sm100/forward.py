@@ -122,7 +122,6 @@ class Forward:
             k_empty: cute.struct.MemRange[Int64, stages]
             v_full: cute.struct.MemRange[Int64, stages]
             v_empty: cute.struct.MemRange[Int64, stages]
-            v_loaded: cute.struct.MemRange[Int64, stages]
             e_full: cute.struct.MemRange[Int64, stages]
             e_empty: cute.struct.MemRange[Int64, stages]
             s_full: cute.struct.MemRange[Int64, 2]
@@ -168,7 +167,7 @@ class Forward:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
         storage = SmemAllocator().allocate(self.Storage)
-        names = ("q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "v_loaded", "e_full", "e_empty")
+        names = ("q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "e_full", "e_empty")
         names += ("s_full", "s_read", "p_full", "o_full", "f_full", "f_empty", "n_full", "n_empty", "claimed")
         barriers = {name: getattr(storage, name).data_ptr() for name in names}
         if warp == LOAD:
@@ -215,7 +214,7 @@ class Forward:
             if warp == LOAD:
                 self.load(atoms, sources, (sQ, sK, sV), work, barriers)
             if warp == SCALES:
-                self.load_scales(exponents, keys, v_scales, storage.sV.data_ptr(), work, barriers)
+                self.load_scales(exponents, keys, v_scales, work, barriers)
             if warp == PRODUCTS:
                 starts = [x.iterator.toint() for x in (sQ, sK, sV, v_scales, p_scales, ones)]
                 self.multiply(starts, work, barriers)
@@ -229,7 +228,7 @@ class Forward:
     @cute.jit
     def _init_barriers(self, barriers):
         # Arrivals that complete a phase: products commit once, loads once and by bytes, others once per warp.
-        counts = dict(q_full=1, q_empty=1, k_full=1, k_empty=1, v_full=2, v_empty=1, v_loaded=1, e_full=1, e_empty=8)
+        counts = dict(q_full=1, q_empty=1, k_full=1, k_empty=1, v_full=2, v_empty=1, e_full=1, e_empty=8)
         counts |= dict(s_full=1, s_read=4, p_full=8, o_full=1, f_full=1, f_empty=1, n_full=1, n_empty=14, claimed=1)
         sizes = dict(q_full=2, q_empty=2, s_full=2, s_read=2, p_full=2, o_full=2, f_full=8, f_empty=8)
         sizes |= dict(n_full=2, n_empty=2, claimed=1)
@@ -280,12 +279,9 @@ class Forward:
                     cute.arch.mbarrier_arrive_and_expect_tx(barriers["k_full"] + stage, TILE * d)
                 cute.copy(tmaK, tKg[None, j], tKs[None, stage], tma_bar_ptr=barriers["k_full"] + stage)
                 cute.arch.mbarrier_wait(barriers["v_empty"] + stage, phase)
-                arrival = barriers["v_full"] + stage
-                if TILE * (j + 1) > item.len_k:
-                    arrival = barriers["v_loaded"] + stage
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(arrival, TILE * d)
-                cute.copy(tmaV, tVg[None, j], tVs[None, stage], tma_bar_ptr=arrival)
+                    cute.arch.mbarrier_arrive_and_expect_tx(barriers["v_full"] + stage, TILE * d)
+                cute.copy(tmaV, tVg[None, j], tVs[None, stage], tma_bar_ptr=barriers["v_full"] + stage)
                 tile += 1
             turn += 1
             if const_expr(self.dynamic):
@@ -339,21 +335,13 @@ class Forward:
         return cpasync.tma_partition(atom, 0, one, cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2))
 
     @cute.jit
-    def load_scales(self, exponents, keys, v_scales, values, work, barriers):
-        """Scale warp: 2^e_K of a tile's blocks, and the scale atom of V. Eight lanes to a block of 32 keys.
-
-        Rows of V behind the document's end become zero: their weights are, but zero times another document's NaN is
-        not.
-        """
+    def load_scales(self, exponents, keys, v_scales, work, barriers):
+        """Scale warp: factors 2^e_K of a tile, and the scale atom of V or, per token, its exponents."""
         _, eK, eV = exponents
         k_scales, v_exponents, v_tops = keys
         lane = cute.arch.lane_idx()
-        block = lane // 8
-        size = self.head_dim // 8  # 8-byte chunks of a row
-        chunks = cute.make_tensor(
-            cute.recast_ptr(values, dtype=Int64), cute.make_layout((self.stages, TILE * size), stride=(TILE * size, 1))
-        )
-        turn, tile, loaded = Int32(0), Int32(0), Int32(0)  # loaded: a phase bit per stage
+        block = lane // 8  # eight lanes to a block of 32 keys
+        turn, tile = Int32(0), Int32(0)
         at = self.first()
         while self.is_item(at, work):
             item = self.item(at, work)
@@ -382,17 +370,8 @@ class Forward:
                 if const_expr(not self.per_token):
                     for n in cutlass.range_constexpr(4):
                         v_scales[stage, 32 * n + lane] = word
-                if TILE * (j + 1) > item.len_k:
-                    cute.arch.mbarrier_wait(barriers["v_loaded"] + stage, (loaded >> stage) & 1)
-                    loaded = loaded ^ (Int32(1) << stage)
-                    for chunk in cutlass.range((item.len_k - TILE * j) * size + lane, TILE * size, 32, unroll=1):
-                        chunks[stage, chunk] = Int64(0)
-                    with cute.arch.elect_one():  # in place of the copy
-                        cute.arch.mbarrier_arrive(barriers["v_full"] + stage)
                 cute.arch.fence_view_async_shared()
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(barriers["v_full"] + stage)
+                ptx.arrive(barriers["v_full"] + stage)
                 tile += 1
             turn += 1
             at = self.following(turn, work, barriers)
