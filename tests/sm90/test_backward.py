@@ -211,11 +211,6 @@ def test_tokens_of_very_different_size(soft_device):
     case.check(case.run(kernel(soft_device, 64, 2, CAUSAL)))
 
 
-def test_causal_scale_of_the_accumulator(soft_device):
-    case = Case([150], [150], 2, 1, 64, None, 0, spread=1, accumulator_scale="causal")
-    case.check(case.run(kernel(soft_device, 64, 2, CAUSAL, causal_scale=True)))
-
-
 def test_fp16_gradients(soft_device):
     # FP16 keeps three bits more than BF16.
     case = Case([140, 60], [140, 60], 2, 1, 64, None, 0)
@@ -233,10 +228,13 @@ def test_schedule_order_changes_no_bit(soft_device, soft_device_shuffled):
 
 @pytest.mark.parametrize(("masks", "window"), [(CAUSAL, (None, 0)), (WINDOW, (150, 200))], ids=str)
 def test_deterministic_order(soft_device, masks, window, monkeypatch):
-    """dq is the same to the bit whoever comes first. CTAs of the device run one after another until they wait."""
+    """dq is the same to the bit whoever comes first. CTAs of the device run one after another until they wait.
+
+    With the accumulator's causal scale, whose exponents are per token.
+    """
     monkeypatch.setitem(Launch.__init__.__kwdefaults__, "quantum", 300)  # turns that a waiting warp takes
-    case = Case([140, 20], [300, 20], 1, 1, 64, *window)
-    launch = kernel(soft_device, 64, 1, masks, deterministic=True)
+    case = Case([140, 20], [300, 20], 1, 1, 64, *window, accumulator_scale="causal")
+    launch = kernel(soft_device, 64, 1, masks, deterministic=True, causal_scale=True)
     alone = case.run(launch, ctas=1)
     case.check(alone)
     assert torch.equal(alone[0], case.run(launch, ctas=2)[0])
@@ -253,8 +251,8 @@ def test_exact_operands(soft_device, masks):
 
 def test_later_tokens_do_not_reach_back(soft_device):
     """Exact operands, one CTA: dq of earlier queries keeps its bits when all later tokens become something else."""
-    launch = kernel(soft_device, 64, 1, CAUSAL, exact=True, causal_scale=True)
-    first, second = (Case([150], [150], 1, 1, 64, None, 0, spread=2, later=later, **EXACT) for later in (None, 75))
+    launch = kernel(soft_device, 64, 2, CAUSAL, exact=True, causal_scale=True)
+    first, second = (Case([150], [150], 2, 1, 64, None, 0, spread=2, later=later, **EXACT) for later in (None, 75))
     assert torch.equal(first.run(launch, ctas=1)[0][:75], second.run(launch, ctas=1)[0][:75])
     assert not torch.equal(first.want[0][75:], second.want[0][75:])
 

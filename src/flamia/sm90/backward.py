@@ -492,7 +492,6 @@ class Backward:
         _, _, full, _, ds_full, ds_empty = barriers
         stage = tile & (self.stages - 1)
         buffer, top = tile & 1, tile & 3
-        row = lane_here() if const_expr(self.exact) else lane  # no register is left to keep what follows from it
         cute.arch.mbarrier_wait(full + stage, (tile // self.stages) & 1)
         for i in cutlass.range_constexpr(2):
             self.gemm(mmas[0], x[i], a_s[i], b_s[i][None, None, None, stage], self.head_dim // 32)
@@ -510,6 +509,7 @@ class Backward:
         else:
             gradients.weights(p, factor, self.per_query(values, ADDEND, stage, lane))
         if const_expr(masked):
+            row = lane_here() if const_expr(self.exact) else lane  # no register is left to keep what follows from it
             gradients.mask(p, item.k0 + warp * 16 + row // 4, j * STEP, item.shift, item.len_k, left, right, self.masks)
         if const_expr(self.exact):
             gradients.column_codes(p, loaders[2], words[0])
@@ -539,6 +539,7 @@ class Backward:
         found = [as_float(tops[i, top, group]) for i in range(2)]
         first, second, both, known = e, e, e, kept[1]
         # dS row of this lane's query, and of its 16 bytes those of this warp's keys, swizzled
+        row = lane_here() if const_expr(self.exact) else lane
         address = Int32(dS_pointer.toint()) + buffer * (STEP * TILE) + row * TILE + ((warp ^ row % 8) << 4)
         changes = known == 0 or not (gradients.serves(found[0]) and gradients.serves(found[1]))
         if const_expr(self.exact):
@@ -636,8 +637,9 @@ class Backward:
         elif lane == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
+        own = lane_here() if const_expr(self.exact) else lane
         for k in cutlass.range_constexpr(cute.size(words.shape[1])):
-            target = (slab + (32 * k + lane) * 4).align(16)
+            target = (slab + (32 * k + own) * 4).align(16)
             cute.autovec_copy(words[None, k], cute.make_tensor(target, cute.make_layout((4,))))
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
