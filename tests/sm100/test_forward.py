@@ -128,7 +128,15 @@ PACKED = [
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
-    ("masks", "window"), [(FULL, (None, None)), (CAUSAL, (None, 0)), (WINDOW, (100, 0)), (WINDOW, (50, 30))], ids=str
+    ("masks", "window"),
+    [
+        (FULL, (None, None)),
+        (CAUSAL, (None, 0)),
+        (WINDOW, (100, 0)),
+        (WINDOW, (50, 30)),
+        (Masks(True, False), (60, None)),
+    ],
+    ids=str,
 )
 def test_every_mask_and_target(soft_device, arch, head_dim, masks, window):
     launch = kernel(soft_device, head_dim, 2, masks, arch=arch)
