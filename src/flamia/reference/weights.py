@@ -17,11 +17,11 @@ from flamia.reference.chunks import Chunk
 from flamia.reference.exponentials import exp2, mitchell, schraudolph_mix
 from flamia.reference.geometry import BLOCK, Run
 
-FP4_BACKWARD_SHIFT = 11  # 2^11 / 6.2 <= 448: the normalised P^T of the 4-bit dV, P <= 1
-FP4_SCALE_LIMIT = 11  # a4 + exponent at which the UE4M3 scale of P * 2^e would pass 448 (log2(6.2 * 448) = 11.44)
-# The largest weight of a group comes to about 6.2 units of its scale and saturates at 6: the finer grid gains the other
-# weights more than that loses (docs/numerics.md; any divisor from 6.1 to 6.3 does as well).
-FP4_P_UNITS = 6.2
+FP4_BACKWARD_SHIFT = 11  # 2^11 / 6 <= 448: the normalised P^T of the 4-bit dV, P <= 1
+FP4_SCALE_LIMIT = 11  # a4 + exponent at which the UE4M3 scale of P * 2^e would pass 448 (log2(6 * 448) = 11.39)
+# Off the diagonal the largest weight of a group comes to about 6.2 units of its scale and saturates at 6: the finer grid
+# gains the other weights more than that loses. Rows of few keys, whose largest weight is most of them, gain nothing.
+FP4_P_UNITS, FP4_DIAGONAL_UNITS = 6.2, 6.0
 
 
 def group_max(exponents: Tensor, visible: Tensor | None) -> Tensor:
@@ -37,19 +37,19 @@ def group_max(exponents: Tensor, visible: Tensor | None) -> Tensor:
     return torch.where(top == -1000, 0, top)
 
 
-def weight_scale(top: Tensor) -> Tensor:
-    """UE4M3 scale (FP32 value) of a group of weights whose largest is ``top``: E4M3(top / 6.2), by an FP32 product."""
-    return formats.round_ue4m3(top * (1 / FP4_P_UNITS))
+def weight_scale(top: Tensor, units: float) -> Tensor:
+    """UE4M3 scale (FP32 value) of a group of weights whose largest is ``top``: E4M3(top / units), by an FP32 product."""
+    return formats.round_ue4m3(top * (1 / units))
 
 
-def scale_groups(y: Tensor, shift: int) -> Tensor:
+def scale_groups(y: Tensor, shift: int, units: float = FP4_DIAGONAL_UNITS) -> Tensor:
     """Values of y (>= 0) in E2M1 with one UE4M3 scale per 32 entries of the last dimension, taken after 2^shift.
 
     The all-4-bit probability operand: scale = ``weight_scale``(max * 2^shift) * 2^-shift. FP32 in, FP32 out.
     """
     width = min(BLOCK, y.shape[-1])
     groups = (y * 2.0**shift).unflatten(-1, (-1, width))
-    scale = weight_scale(groups.amax(-1, keepdim=True))
+    scale = weight_scale(groups.amax(-1, keepdim=True), units)
     codes = torch.where(scale == 0, 0.0, formats.round_e2m1(groups / torch.where(scale == 0, 1.0, scale)))
     return (codes * scale).flatten(-2) * 2.0**-shift
 
@@ -131,21 +131,22 @@ class FourBitWeights:
         if self._folds(run):
             e = self.exponents[:, run.start : run.stop].clamp(min=-60)
             weight = formats.pow2(e).unsqueeze(1)
-            rounded = self._round(p * weight, arguments + e.unsqueeze(1)).to(torch.float64) / weight
+            units = FP4_DIAGONAL_UNITS
+            rounded = self._round(p * weight, arguments + e.unsqueeze(1), units).to(torch.float64) / weight
             counted: Tensor = p  # a key with a small V may round to nothing here: its weight still counts
         else:
-            rounded = self._round(p, arguments).to(torch.float64)
+            rounded = self._round(p, arguments, FP4_P_UNITS).to(torch.float64)
             counted = rounded if self.codes else p
         sums = counted.unflatten(-1, (tiles, -1)).sum(-1, dtype=torch.float64).to(torch.float32)
         return rounded, sums
 
-    def _round(self, p: Tensor, arguments: Tensor) -> Tensor:
+    def _round(self, p: Tensor, arguments: Tensor, units: float) -> Tensor:
         if not self.approximate:
-            return scale_groups(p, self.shift)
+            return scale_groups(p, self.shift, units)
         width = min(BLOCK, p.shape[-1])
         # The group's maximum is the one exponential left; the others come from the bits of a multiply-add.
         top = p.unflatten(-1, (-1, width)).amax(-1, keepdim=True)
-        scale = weight_scale(top * 2.0**self.shift)
+        scale = weight_scale(top * 2.0**self.shift, units)
         safe = torch.where(scale == 0, 1.0, scale)
         log_scale = (torch.log2(safe.to(torch.float64)) - self.shift).to(torch.float32)
         relative = arguments.unflatten(-1, (-1, width)) - log_scale.to(torch.float64)
