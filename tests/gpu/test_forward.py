@@ -26,7 +26,7 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper device")
 
 # The tensor core keeps some 13 bits of a sum of FP8 products: an exponent x of the softmax is off by about 2^-13 of the
-# largest partial sum, so that one weight in some hundred takes the next code, 1/16 of itself. Over N(0, 1) inputs that is
+# largest partial sum, so one weight in some hundred takes the next code, 1/16 of itself. Over N(0, 1) inputs that is
 # 4e-3 to 5.3e-3 RMS of O (of it BF16's rounding 1.6e-3); a flipped code of a row with few keys moves its lse by up to
 # log2(17/16) * ln 2 = 0.06, so lse is bounded by RMS, too. Rows of very many keys average the codes.
 O_RMS, LONG_RMS, LSE_RMS, LSE_MAX = 7e-3, 2e-3, 1e-3, 0.06

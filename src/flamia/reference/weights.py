@@ -19,8 +19,9 @@ from flamia.reference.geometry import BLOCK, Run
 
 FP4_BACKWARD_SHIFT = 11  # 2^11 / 6 <= 448: the normalised P^T of the 4-bit dV, P <= 1
 FP4_SCALE_LIMIT = 11  # a4 + exponent at which the UE4M3 scale of P * 2^e would pass 448 (log2(6 * 448) = 11.39)
-# Off the diagonal the largest weight of a group comes to about 6.2 units of its scale and saturates at 6: the finer grid
-# gains the other weights more than that loses. Rows of few keys, whose largest weight is most of them, gain nothing.
+# Off the diagonal the largest weight of a group comes to about 6.2 units of its scale and saturates at 6: the finer
+# grid gains the other weights more than that loses. Rows of few keys, whose largest weight is most of them, gain
+# nothing.
 FP4_P_UNITS, FP4_DIAGONAL_UNITS = 6.2, 6.0
 
 
@@ -38,7 +39,7 @@ def group_max(exponents: Tensor, visible: Tensor | None) -> Tensor:
 
 
 def weight_scale(top: Tensor, units: float) -> Tensor:
-    """UE4M3 scale (FP32 value) of a group of weights whose largest is ``top``: E4M3(top / units), by an FP32 product."""
+    """UE4M3 scale (FP32 value) of a group of weights, the largest ``top``: E4M3(top / units), by an FP32 product."""
     return formats.round_ue4m3(top * (1 / units))
 
 

@@ -1,9 +1,10 @@
 """MXFP8 attention forward on Hopper, batched and packed: the twin of ``reference.folded.forward``.
 
 One producer warp loads tiles by TMA, a second one their scales, and two warpgroups of 64 queries each compute. The
-warpgroups take turns at the powers, which both of them together would wait for. A tile's partial output is one accumulation of the tensor core, which keeps 13 bits or so, added to FP32 registers afterwards.
-The value product has eight columns more than V: the first holds 2^(top - e_V), top being the tile's largest e_V, so
-that it sums the codes of the weights; the others are zero.
+warpgroups take turns at the powers, which both of them together would wait for. A tile's partial output is one
+accumulation of the tensor core, which keeps 13 bits or so, added to FP32 registers afterwards. The value product has
+eight columns more than V: the first holds 2^(top - e_V), top being the tile's largest e_V, so that it sums the codes of
+the weights; the others are zero.
 """
 
 from typing import Any
