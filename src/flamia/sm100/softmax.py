@@ -26,8 +26,9 @@ def reset(row: cute.Tensor) -> None:
 def ones(first: Int32, last: Int32) -> Int32:
     """Bits [first, last) of a word; bounds outside of 0 ... 32 are held there."""
     first, last = (cutlass.min(cutlass.max(x, 0), 32) for x in (first, last))
-    below = lambda n: ((Int32(1) << cutlass.min(n, 31)) - 1) | -(n >> 5)  # noqa: E731
-    return below(last) & ~below(first)
+    # Below n: a shift by 32 gives no zero, so that one is put together.
+    first, last = (((Int32(1) << cutlass.min(n, 31)) - 1) | -(n >> 5) for n in (first, last))
+    return last & ~first
 
 
 @cute.jit
