@@ -21,6 +21,7 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
@@ -54,6 +55,23 @@ def describe(kernel, arguments, options):
     return signature, constants, aligned
 
 
+def conversions(sass):
+    """E4M3 conversions in machine code: for each, whether both halves of its register are defined.
+
+    A conversion fills the lower half and takes the upper one from its last operand: zero, or an earlier conversion.
+    """
+    made, whole = set(), []
+    for line in sass.splitlines():
+        found = re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)\s(.*);", line)
+        registers = re.findall(r"\bR(?:Z|\d+)\b", found[2]) if found else []
+        if found and found[1].startswith("F2FP.SATFINITE.E4M3"):
+            whole.append(registers[-1] == "RZ" or registers[-1] in made)
+            made.add(registers[0])
+        else:
+            made.difference_update(registers[:1])
+    return whole
+
+
 def compile_instead(kernel, *arguments, grid, warmup, **options):
     signature, constants, aligned = describe(kernel, arguments, options)
     key = (kernel.__name__, str(sorted(signature.items())), str(sorted(map(str, constants.items()))))
@@ -85,7 +103,10 @@ def compile_instead(kernel, *arguments, grid, warmup, **options):
             "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.M)),
             # without a rounding of its own, free to be fused
             "fusible": len(re.findall(r"^\s*(?:add|sub|mul)(?:\.ftz)?\.f32", ptx, re.M)),
-            "e4m3": "cvt.rn.satfinite.e4m3x2.f32" in ptx,
+            # layout conversions that move bytes
+            "byte_moves": len(re.findall(r"st\.shared\S*\.[bsu]8\b", ptx)),
+            "e4m3": len(whole := conversions(sass)),
+            "undefined": whole.count(False),
             "wide_loads": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
         }
         print(json.dumps(record), flush=True)

@@ -25,7 +25,7 @@ KERNELS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("chip", "recipes"),
-    [(90, "mxfp8-folded"), (100, "mxfp8,fp4:64"), (103, "mxfp8")],
+    [(90, "mxfp8-folded,mxfp8-folded-exact,nvfp4,nvfp4-folded,fp4,nvfp4:96"), (100, "mxfp8,fp4:64"), (103, "mxfp8")],
     ids=["sm_90a", "sm_100a", "sm_103a"],
 )
 def test_compiles_without_a_gpu(chip, recipes, tmp_path):
@@ -41,6 +41,9 @@ def test_compiles_without_a_gpu(chip, recipes, tmp_path):
         assert r["stack"] + r["local"] <= 64, r  # bytes per thread
         # The twins round after the product and after the sum: what the source does not fuse stays apart.
         assert r["fusible"] == 0, r
+        # ptxas 12.8 loses codes that are stored as bytes for another thread, or that leave half a register undefined.
+        assert r["byte_moves"] == 0, r
+        assert r["undefined"] == 0, r
         if r["kernel"] in ("_operand_kernel", "_gradient_kernel", "_dq_kernel"):
             assert r["wide_loads"], r  # 16 bytes at a time
         if r["kernel"] == "_operand_kernel" and r["label"] != "fp4:64":

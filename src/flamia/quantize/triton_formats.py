@@ -142,6 +142,33 @@ def e4m3_words(x0, x1, x2, x3):
 
 
 @triton.jit
+def e4m3_codes(x):
+    """FP32 -> E4M3 codes, int32 0..255.
+
+    Not ``e4m3_words`` of x four times: ptxas 12.8 makes one conversion of two equal ones, leaves the word's other half
+    undefined, and may store a byte of that half.
+    """
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 pair, none;
+            .reg .f32 zero;
+            mov.f32 zero, 0f00000000;
+            mov.b16 none, 0;
+            cvt.rn.satfinite.e4m3x2.f32 pair, zero, $1;
+            mov.b32 $0, {pair, none};
+            }""",
+            "=r,f",
+            [x],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return encode_e4m3(x, False).to(tl.int32)
+
+
+@triton.jit
 def e4m3_values(words):
     """The FP32 values of the codes in int32 words, lowest byte first."""
     if COMPILED:
@@ -281,7 +308,7 @@ def _nvfp4_scale(amax):
     """Bits of groups' largest magnitudes -> their UE4M3 codes (int32) and scales, zero where all codes are."""
     raw = bits(_quotient(amax.to(tl.float32, bitcast=True), -6.0, 0.1666666716337204))
     raw = tl.where(amax >= INFINITY_BITS, NAN_BITS, raw).to(tl.float32, bitcast=True)
-    code = e4m3_words(raw, raw, raw, raw) & 255
+    code = e4m3_codes(raw)
     value, _, _, _ = e4m3_values(code)
     return code, tl.where((code == 0) | (code == 0x7F), 0.0, value)
 

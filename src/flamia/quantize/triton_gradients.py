@@ -53,9 +53,12 @@ from flamia.quantize.triton_operands import (
     chunk_words,
     join_chunks,
     load_chunks,
+    scale_words,
+    spread,
     store_columns,
     store_nvfp4_columns,
     store_rows,
+    store_scales,
     widen,
 )
 from flamia.worklists import GROUP, UNBOUNDED, WorkLists
@@ -202,7 +205,7 @@ def _gradient_kernel(
         place = column + step
         if FOUR:
             e = e8m0_exponent(amax, NVFP4_EMAX, NVFP4_LIMIT)
-            tl.store(exponents_ptr + table + position, (e + 127).to(tl.uint8), written)
+            tl.store(exponents_ptr + table + position, (spread(e) + 127).to(tl.uint8), written)
             scale, back = pow2(-e)[:, None], pow2(e)[:, None]
             w0, s0, p0 = _four(x0 * scale, o0, back, R, W)
             w1, s1, p1 = _four(x1 * scale, o1, back, R, W)
@@ -211,7 +214,7 @@ def _gradient_kernel(
                 w2, s2, p2 = _four(x2 * scale, o2, back, R, W)
                 w3, s3, p3 = _four(x3 * scale, o3, back, R, W)
             store_rows(join_chunks(w0, w1, w2, w3, CHUNKS), codes_ptr + row // 8, row_mask, D // 8)
-            store_rows(join_chunks(s0, s1, s2, s3, CHUNKS), scales_ptr + row // 16, row_mask, D // 16)
+            store_scales(join_chunks(s0, s1, s2, s3, CHUNKS), scales_ptr, row, row_mask, D)
             codes = columns_ptr + channels * (capacity // 8) + place // 8
             scales = column_scales_ptr + channels * (capacity // 16) + place // 16
             store_nvfp4_columns(
@@ -220,7 +223,8 @@ def _gradient_kernel(
             )  # fmt: skip
         else:
             e = e8m0_exponent(amax if PER_TOKEN else over_tile(amax), E4M3_EMAX, E4M3_LIMIT)
-            tl.store(exponents_ptr + table + position, tl.where(inside, e + 127, 0).to(tl.uint8), written)
+            stored = spread(e) if PER_TOKEN else e
+            tl.store(exponents_ptr + table + position, tl.where(inside, stored + 127, 0).to(tl.uint8), written)
             scale, back = pow2(-e)[:, None], pow2(e)[:, None]
             w0, w1 = chunk_words(x0 * scale, R, W), chunk_words(x1 * scale, R, W)
             p0, p1 = _products(w0, back, o0, R, W), _products(w1, back, o1, R, W)
@@ -433,7 +437,7 @@ def quantize_gradient(
         columns4.exponents.fill_(1)
         made: dict[str, Payload] = {names[NVFP4Rows]: rows4, names[NVFP4Columns]: columns4}
         outputs = (
-            rows4.codes.view(torch.int32), rows4.scales, rows4.exponents,
+            rows4.codes.view(torch.int32), scale_words(rows4.scales), rows4.exponents,
             columns4.codes.view(torch.int32), columns4.scales, columns4.exponents,
         )  # fmt: skip
     else:

@@ -105,6 +105,34 @@ def store_rows(x, pointer, mask, N: tl.constexpr):
 
 
 @triton.jit
+def spread(x):
+    """x [R] itself. A gather does not keep the layout of x: words move, and what is made of them is stored in place.
+
+    For bytes, which a store would otherwise move as bytes.
+    """
+    return tl.gather(x, tl.arange(0, x.shape[0]), 0)
+
+
+@triton.jit
+def store_scales(codes, pointer, row, mask, D: tl.constexpr):
+    """The D / 16 scale codes, int32, of each row of a tile at pointer, the first one's of ``scale_words``.
+
+    row: elements before each row of a payload with D elements a row, [R, 1]; mask [R, 1].
+    """
+    R: tl.constexpr = codes.shape[0]
+    P: tl.constexpr = codes.shape[1]
+    N: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth // 8
+    shift = (tl.arange(0, P) % N * 8)[None, :]
+    words = tl.sum(tl.reshape(codes << shift, (R, P // N, N)), 2)
+    store_rows(words, pointer + row // (16 * N), mask, D // (16 * N))
+
+
+def scale_words(scales: Tensor) -> Tensor:
+    """Row scales [..., D / 16], uint8, as the integers that rows are whole multiples of: int32, or int16."""
+    return scales.view(torch.int32 if scales.shape[-1] % 4 == 0 else torch.int16)
+
+
+@triton.jit
 def store_columns(words, pointer, stride, D: tl.constexpr):
     """Transposed copy of the words [R, D / 4] of a tile.
 
@@ -203,7 +231,8 @@ def _operand_kernel(
     if EIGHT:
         e = e8m0_exponent(amax if PER_TOKEN else over_tile(amax), E4M3_EMAX, E4M3_LIMIT)
         e = tl.maximum(e, LEAST)
-        tl.store(exponents_ptr + table, tl.where(inside, e + 127, 0).to(tl.uint8), written)
+        stored = spread(e) if PER_TOKEN else e
+        tl.store(exponents_ptr + table, tl.where(inside, stored + 127, 0).to(tl.uint8), written)
         scale = pow2(-e)[:, None]
         w0, w1 = chunk_words(x0 * scale, R, W), chunk_words(x1 * scale, R, W)
         w2, w3 = w0, w1
@@ -217,7 +246,7 @@ def _operand_kernel(
     if TOKENS4:
         e = e8m0_exponent(amax, E2M1_EMAX, E2M1_LIMIT)
         # A row of no document holds zero codes and the exponent of zeros, as in the twin.
-        tl.store(token_exponents_ptr + table, (e + 127).to(tl.uint8), written)
+        tl.store(token_exponents_ptr + table, (spread(e) + 127).to(tl.uint8), written)
         scale = pow2(-e)[:, None]
         w0, w1 = _e2m1_words(x0, scale, R, W), _e2m1_words(x1, scale, R, W)
         w2, w3 = w0, w1
@@ -232,7 +261,7 @@ def _operand_kernel(
             w2, s2 = _nvfp4_words(x2, R, W)
             w3, s3 = _nvfp4_words(x3, R, W)
         store_rows(join_chunks(w0, w1, w2, w3, CHUNKS), rows4_ptr + row // 8, row_mask, D // 8)
-        store_rows(join_chunks(s0, s1, s2, s3, CHUNKS), scales4_ptr + row // 16, row_mask, D // 16)
+        store_scales(join_chunks(s0, s1, s2, s3, CHUNKS), scales4_ptr, row, row_mask, D)
     if COLUMNS4:
         codes = columns4_ptr + channels * (capacity // 8) + block * (R // 8)
         scales = column_scales4_ptr + channels * (capacity // 16) + block * (R // 16)
@@ -315,8 +344,9 @@ def quantize_operand(
     if capacity and heads:
         _operand_kernel[(capacity // ROWS * heads,)](
             x, x.stride(0), x.stride(1), tables.blocks, e4m3.codes.view(torch.int32), e4m3.exponents,
-            e4m3.columns.view(torch.int32), nv_rows.codes.view(torch.int32), nv_rows.scales,
-            nv_columns.codes.view(torch.int32), nv_columns.scales, tokens.codes.view(torch.int32), tokens.exponents,
+            e4m3.columns.view(torch.int32), nv_rows.codes.view(torch.int32),
+            scale_words(nv_rows.scales), nv_columns.codes.view(torch.int32), nv_columns.scales,
+            tokens.codes.view(torch.int32), tokens.exponents,
             amax, table.view(torch.int32), total, capacity // ROWS, documents, HEADS=heads, D=dim,
             W=chunk_width(dim), R=ROWS, ROTATE=rotate, EIGHT=eight is not None, PER_TOKEN=per_token,
             WITH_COLUMNS=eight is not None and eight.columns is not None, ORDER=order,
