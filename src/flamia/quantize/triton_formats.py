@@ -117,7 +117,8 @@ def from_quarters(x0, x1, x2, x3, R: tl.constexpr, W: tl.constexpr):
 def e4m3_words(x0, x1, x2, x3):
     """Four FP32 tensors -> their E4M3 codes in one int32 tensor, x0 in the lowest byte.
 
-    Codes travel between threads four at a time: tensors of bytes would be moved byte by byte.
+    Codes travel between threads four at a time: tensors of bytes would be moved byte by byte. The two pairs must not be
+    the same: ptxas 12.8 makes one conversion of two equal ones and leaves half of the word undefined.
     """
     if COMPILED:
         return tl.inline_asm_elementwise(
@@ -143,11 +144,7 @@ def e4m3_words(x0, x1, x2, x3):
 
 @triton.jit
 def e4m3_codes(x):
-    """FP32 -> E4M3 codes, int32 0..255.
-
-    Not ``e4m3_words`` of x four times: ptxas 12.8 makes one conversion of two equal ones, leaves the word's other half
-    undefined, and may store a byte of that half.
-    """
+    """FP32 -> E4M3 codes, int32 0..255. Not ``e4m3_words`` of x four times, whose pairs are the same."""
     if COMPILED:
         return tl.inline_asm_elementwise(
             """{

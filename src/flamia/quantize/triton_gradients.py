@@ -230,8 +230,11 @@ def _gradient_kernel(
             p0, p1 = _products(w0, back, o0, R, W), _products(w1, back, o1, R, W)
             w2, w3, p2, p3 = w0, w1, x2, x3
             if CHUNKS > 2:
-                w2, w3 = chunk_words(x2 * scale, R, W), chunk_words(x3 * scale, R, W)
-                p2, p3 = _products(w2, back, o2, R, W), _products(w3, back, o3, R, W)
+                w2 = chunk_words(x2 * scale, R, W)
+                p2 = _products(w2, back, o2, R, W)
+            if CHUNKS > 3:
+                w3 = chunk_words(x3 * scale, R, W)
+                p3 = _products(w3, back, o3, R, W)
             words = tl.where((e == 128)[:, None], 0, join_chunks(w0, w1, w2, w3, CHUNKS))
             store_rows(words, codes_ptr + row // 4, row_mask, D // 4)
             if WITH_COLUMNS:

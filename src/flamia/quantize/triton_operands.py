@@ -237,7 +237,9 @@ def _operand_kernel(
         w0, w1 = chunk_words(x0 * scale, R, W), chunk_words(x1 * scale, R, W)
         w2, w3 = w0, w1
         if CHUNKS > 2:
-            w2, w3 = chunk_words(x2 * scale, R, W), chunk_words(x3 * scale, R, W)
+            w2 = chunk_words(x2 * scale, R, W)
+        if CHUNKS > 3:
+            w3 = chunk_words(x3 * scale, R, W)
         words = tl.where((e == 128)[:, None], 0, join_chunks(w0, w1, w2, w3, CHUNKS))
         store_rows(words, codes_ptr + row // 4, row_mask, D // 4)
         if WITH_COLUMNS:
