@@ -97,7 +97,10 @@ def test_what_a_backward_needs_is_kept_in_the_announced_layout(hopper):
     assert len(kept) == len(announced)
     for ours, theirs in zip(kept, announced, strict=True):
         assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride())
-    *_, k_maxima, v_maxima = kept
+    # A custom operator refuses outputs that share memory.
+    used = [x.untyped_storage().data_ptr() for x in kept if x.numel()]
+    assert len(set(used)) == len(used)
+    k_maxima, v_maxima = kept[-1]
     assert torch.equal(v_maxima[0], torch.stack([v[:40].abs().max(), v[40:].abs().max()]).float())
     assert torch.equal(k_maxima[0], torch.stack([k[:40].abs().max(), k[40:].abs().max()]).float())
 

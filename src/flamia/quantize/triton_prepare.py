@@ -21,13 +21,20 @@ class Operands:
 
     Attributes:
         payloads: as ``quantize.reference`` makes them.
-        k_maxima, v_maxima: FP32 [kv heads, documents], max |k| (rotated) and |v| of each document, for the sequence
-            scale of the dQ accumulator; empty outside of training.
+        maxima: FP32 [2, kv heads, documents], max |k| (rotated) and |v| of each document, for the sequence scale of the
+            dQ accumulator; empty outside of training. One tensor: what a custom operator returns may share no memory.
     """
 
     payloads: Payloads
-    k_maxima: Tensor
-    v_maxima: Tensor
+    maxima: Tensor
+
+    @property
+    def k_maxima(self) -> Tensor:
+        return self.maxima[0]
+
+    @property
+    def v_maxima(self) -> Tensor:
+        return self.maxima[1]
 
 
 def prepare_forward(
@@ -60,7 +67,7 @@ def prepare_forward(
         )
         made |= items
     payloads = Payloads({spec.name: made[spec.name] for spec in specs}, amax["k"], amax["v"])
-    return Operands(payloads, maxima[0], maxima[1])
+    return Operands(payloads, maxima)
 
 
 def prepare_backward(

@@ -47,7 +47,7 @@ def run_forward(
         operands = prepare_forward(plan, q, k, v, lists, columns=True)
         result = forward(plan, operands.payloads, documents, lists, q.dtype)
         lse = finish_forward(result.o, result.lse2, result.row_max, documents.cu_seqlens_q)
-    kept = [*operands.payloads.flatten(), operands.k_maxima, operands.v_maxima] if plan.training else []
+    kept = [*operands.payloads.flatten(), operands.maxima] if plan.training else []
     return result.o, lse, result, kept
 
 
@@ -62,7 +62,8 @@ def run_backward(
     documents: Documents,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in do's dtype, from what ``run_forward`` returned. dlse FP32 [heads, T] or None."""
-    *tensors, k_maxima, v_maxima = kept
+    *tensors, maxima = kept
+    k_maxima, v_maxima = maxima
     payloads = Payloads.unflatten(plan.forward_specs, tensors)
     do = do if do.shape[2] == 1 or do.stride(2) == 1 else do.contiguous()
     with torch.cuda.device(do.device):
@@ -79,8 +80,8 @@ def run_backward(
 
 def empty_kept(plan: Plan, q: Tensor, k: Tensor, documents: int) -> list[Tensor]:
     """Uninitialised tensors like those that ``run_forward`` keeps for the backward: payloads, maxima of K and of V."""
-    maxima = [q.new_empty((k.shape[1], documents), dtype=torch.float32) for _ in range(2)]
-    return [*empty_payloads(plan.forward_specs, q, k, documents), *maxima]
+    maxima = q.new_empty((2, k.shape[1], documents), dtype=torch.float32)
+    return [*empty_payloads(plan.forward_specs, q, k, documents), maxima]
 
 
 def forward(plan: Plan, payloads: Payloads, documents: Documents, lists: WorkLists, dtype: torch.dtype) -> Forward:
