@@ -48,12 +48,15 @@ def kernels(device, head_dim, ratio, masks, dtype=torch.bfloat16, **options):
 class Case:
     """Seeded packed inputs as payloads, poisoned outputs, and the twin's result."""
 
-    def __init__(self, len_q, len_k, heads, kv_heads, head_dim, left=None, right=None, uneven=False, **recipe):
+    def __init__(self, len_q, len_k, heads, kv_heads, head_dim, left=None, right=None, uneven=False, zeros=False, **recipe):
         g = torch.Generator().manual_seed(0)
         total_q, total_k = sum(len_q) + 3, sum(len_k) + 2  # tokens of no document at the end
         q = torch.randn(total_q, heads, head_dim, generator=g).bfloat16()
         k = torch.randn(total_k, kv_heads, head_dim, generator=g).bfloat16()
         v = torch.randn(total_k, kv_heads, head_dim, generator=g)
+        if zeros:
+            q.zero_()
+            k.zero_()
         self.cu_q, self.cu_k = (
             torch.tensor([0, *torch.tensor(n).cumsum(0)], dtype=torch.int32) for n in (len_q, len_k)
         )
@@ -144,6 +147,12 @@ def test_shared_kv_heads_and_sections(soft_device, heads, kv_heads, section):
 def test_documents_whose_values_differ_in_size(soft_device, masks, window):
     case = Case([150, 200], [150, 200], 1, 1, 64, *window, uneven=True)
     assert case.uneven().tolist() == [[0, 1]]
+    case.check(case.run(kernels(soft_device, 64, 1, masks)))
+
+
+@pytest.mark.parametrize(("masks", "window"), [(FULL, (None, None)), (CAUSAL, (None, 0))], ids=str)
+def test_queries_and_keys_that_are_zeros(soft_device, masks, window):
+    case = Case([150], [150], 1, 1, 64, *window, zeros=True)
     case.check(case.run(kernels(soft_device, 64, 1, masks)))
 
 

@@ -75,7 +75,8 @@ def row_references(
 
     fresh: rows may see their first key in this tile, or still none. shift: a, of P = 2^(z - R + a).
     """
-    factor = [q_scale * k_scale[b] for b in range(4)]
+    # Blocks of zeros have the smallest exponents, whose product is 0, and 0 * -inf is NaN.
+    factor = [cute.arch.fmax(q_scale * k_scale[b], Float32(2.0**-100)) for b in range(4)]
     tops = [[s[0, r, 4 * b] for b in range(4)] for r in range(2)]
     for j in cutlass.range_constexpr(4):
         for c in cutlass.range_constexpr(2):
