@@ -25,11 +25,12 @@ endif
 PIP := $(PY) -m pip --disable-pip-version-check --no-input install -qq
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help install demo test check lint types format docs-figures clean
+.PHONY: help install demo test matrix check lint types format docs-figures clean
 
 help:
 	@echo "make demo    doctor, accuracy, causality audit and a short training run, ending in one HTML report"
-	@echo "make test    the whole test suite without a GPU (JOBS=$(JOBS) processes)"
+	@echo "make test    the test suite without a GPU (JOBS=$(JOBS) processes)"
+	@echo "make matrix  every shape and option of the device kernels on the software device (half an hour or more)"
 	@echo "make check   the fast tier: lint, types, tests not marked slow"
 	@echo "make lint    ruff check, ruff format --check, mypy"
 	@echo "make format  put the sources into the shape that lint asks for"
@@ -50,10 +51,13 @@ demo: $(STAMP)
 	@$(PY) -m flamia demo
 
 test: $(STAMP)
-	@$(PYTEST)
+	@$(PYTEST) -m "not matrix"
 
 check: lint
-	@$(PYTEST) -m "not slow"
+	@$(PYTEST) -m "not slow and not matrix"
+
+matrix: $(STAMP)
+	@$(PYTEST) -m matrix
 
 lint: types
 	@$(PY) -m ruff check .

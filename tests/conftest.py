@@ -25,14 +25,25 @@ if not torch.cuda.is_available():
 hypothesis.settings.register_profile("flamia", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("flamia")
 
-GPU_TESTS = Path(__file__).parent / "gpu"
+HERE = Path(__file__).parent
+GPU_TESTS = HERE / "gpu"
+KERNEL_TESTS = {HERE / "sm90", HERE / "sm100"}
+COMPILING_TESTS = KERNEL_TESTS | {HERE / "inspect"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything under tests/gpu `gpu`, and skip what is so marked where torch sees no CUDA device."""
+    """Mark tests by where they lie.
+
+    Under tests/gpu they are `gpu`, and skipped where torch sees no CUDA device. Where kernels are compiled they are
+    `slow`; those of the attention kernels that are slow by themselves are the whole `matrix`.
+    """
     skip = None if torch.cuda.is_available() else pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+        if KERNEL_TESTS & set(item.path.parents) and item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.matrix)
+        if COMPILING_TESTS & set(item.path.parents):
+            item.add_marker(pytest.mark.slow)
         if skip is not None and item.get_closest_marker("gpu"):
             item.add_marker(skip)

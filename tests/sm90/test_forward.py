@@ -48,7 +48,9 @@ def kernels(device, head_dim, ratio, masks, dtype=torch.bfloat16, **options):
 class Case:
     """Seeded packed inputs as payloads, poisoned outputs, and the twin's result."""
 
-    def __init__(self, len_q, len_k, heads, kv_heads, head_dim, left=None, right=None, uneven=False, zeros=False, **recipe):
+    def __init__(
+        self, len_q, len_k, heads, kv_heads, head_dim, left=None, right=None, uneven=False, zeros=False, **recipe
+    ):
         g = torch.Generator().manual_seed(0)
         total_q, total_k = sum(len_q) + 3, sum(len_k) + 2  # tokens of no document at the end
         q = torch.randn(total_q, heads, head_dim, generator=g).bfloat16()
