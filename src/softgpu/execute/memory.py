@@ -88,6 +88,7 @@ def _lanes(f, value, mask):
 
 
 def load_global(f, address, unit, count, mask):
+    """``count`` units of ``unit`` bytes per lane from global memory."""
     at, sel = _lanes(f, address, mask)
     if at.size == 0:
         return np.zeros((count, f.n), f"u{unit}")
@@ -95,6 +96,7 @@ def load_global(f, address, unit, count, mask):
 
 
 def load_shared(f, address, unit, count, mask):
+    """``count`` units of ``unit`` bytes per lane from shared memory, of another CTA of the cluster too."""
     at, sel = _lanes(f, address, mask)
     if at.size == 0:
         return np.zeros((count, f.n), f"u{unit}")
@@ -115,6 +117,7 @@ def _shared_load(f, at, unit, count):
 
 
 def load_generic(f, address, unit, count, mask):
+    """A load whose address says which memory it means, lane by lane."""
     at, sel = _lanes(f, address, mask)
     if at.size == 0:
         return np.zeros((count, f.n), f"u{unit}")
@@ -172,6 +175,7 @@ def _gather(f, values, sel):
 
 
 def store_global(f, address, values, mask):
+    """The values of each lane to global memory."""
     at, sel = _lanes(f, address, mask)
     if at.size:
         f.cta.launch.memory.store(at, _gather(f, values, sel))
@@ -179,6 +183,7 @@ def store_global(f, address, values, mask):
 
 
 def store_shared(f, address, values, mask):
+    """The values of each lane to shared memory, of another CTA of the cluster too."""
     at, sel = _lanes(f, address, mask)
     if at.size:
         _shared_store(f, at, _gather(f, values, sel), sel)
@@ -200,6 +205,7 @@ def _shared_store(f, at, data, sel):
 
 
 def store_generic(f, address, values, mask):
+    """A store whose address says which memory it means, lane by lane."""
     at, sel = _lanes(f, address, mask)
     if not at.size:
         return

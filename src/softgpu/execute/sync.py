@@ -205,6 +205,7 @@ def mbarrier(g, i):
 
 
 def init(f, address, count, mask):
+    """Make an mbarrier of `count` arrivals; one that is in use already is a misuse."""
     address, count = np.broadcast_to(address, f.n), np.broadcast_to(count, f.n)
     for lane in f.select(mask):
         at, n = int(address[lane]), int(count[lane])
@@ -222,6 +223,7 @@ def init(f, address, count, mask):
 
 
 def inval(f, address, mask):
+    """Give an mbarrier's memory back."""
     address = np.broadcast_to(address, f.n)
     for lane in f.select(mask):
         f.cta.mbarrier(int(address[lane]))
@@ -261,6 +263,7 @@ def arrive(f, address, count, tx, drop, mask):
 
 
 def transact(f, address, tx, mask):
+    """Change the bytes that an mbarrier's phase still expects by ``tx``."""
     address, tx = np.broadcast_to(address, f.n), np.broadcast_to(tx, f.n)
     for lane in f.select(mask):
         f.cta.mbarrier(int(address[lane])).transact(int(tx[lane]))

@@ -101,6 +101,7 @@ def alloc(f, target, count, group, mask):
 
 
 def dealloc(f, base, count, mask):
+    """Give tensor-memory columns back."""
     lanes = f.select(mask)
     for warp in sorted({int(w) for w in f.lanes.warps[lanes]}):
         lane = lanes[f.lanes.warps[lanes] == warp][0]
@@ -545,6 +546,7 @@ class Commit:
 
 
 def commit(f, address, multicast, where, mask):
+    """Arrive on an mbarrier once every product and copy issued so far is done."""
     cluster = f.cta.cluster
     vectors = (address,) + (() if multicast is None else (multicast,))
     for _, at, *rest in _each(f, mask, *vectors):
@@ -590,6 +592,7 @@ class Copy:
 
 
 def copy(f, target, desc, group, where, mask):
+    """Queue a copy from shared memory to tensor memory."""
     for _, to, bits in _each(f, mask, target, desc):
         f.cta.tensor_queue.append(Copy(f, to, bits, group, where))
         f.cta.cluster.progress += 1

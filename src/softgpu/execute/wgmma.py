@@ -157,6 +157,7 @@ class Product:
 
 
 def mma_async(f, plan, a, b, keep):
+    """Queue one product of a warpgroup; it takes effect when its group is waited for."""
     _group_only(f, None, "wgmma.mma_async")
     keep = _single(np.broadcast_to(keep, f.n), "scale-d")
     f.gang.products_open.append(Product(f, plan, a, _single(b, "the B descriptor"), bool(keep)))
@@ -168,6 +169,7 @@ def fence(f, mask):
 
 
 def commit(f, mask):
+    """Close the group of products queued so far."""
     _group_only(f, mask, "wgmma.commit_group")
     gang = f.gang
     gang.product_groups.append(gang.products_open)
