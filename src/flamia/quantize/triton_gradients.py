@@ -439,15 +439,9 @@ def quantize_gradient(
         # The exponent of documents without queries, which no program writes.
         columns4.exponents.fill_(1)
         made: dict[str, Payload] = {names[NVFP4Rows]: rows4, names[NVFP4Columns]: columns4}
-        outputs = (
-            rows4.codes.view(torch.int32), scale_words(rows4.scales), rows4.exponents,
-            columns4.codes.view(torch.int32), columns4.scales, columns4.exponents,
-        )  # fmt: skip
     else:
         eight = E4M3Payload(new(total, heads, dim), new(heads, total), new(heads, dim, capacity) if columns else new(0))
         made = {names[E4M3Payload]: eight}
-        rows, cols = eight.codes.view(torch.int32), eight.columns.view(torch.int32)
-        outputs = (rows, eight.codes, eight.exponents, cols, eight.codes, eight.exponents)
     result = Gradients(
         payloads=made,
         delta=table(),
@@ -475,6 +469,13 @@ def quantize_gradient(
     common = dict(HEADS=heads, D=dim, W=chunk_width(dim), R=ROWS, num_warps=chunk_warps(dim))
     if four:
         _document_maxima_kernel[grid](do, do.stride(0), do.stride(1), groups, maxima[2], count, **common, **EXACT)
+        outputs = (
+            rows4.codes.view(torch.int32), scale_words(rows4.scales), rows4.exponents,
+            columns4.codes.view(torch.int32), columns4.scales, columns4.exponents,
+        )  # fmt: skip
+    else:  # empty payloads cannot be viewed as words, hence not above
+        rows, cols = eight.codes.view(torch.int32), eight.columns.view(torch.int32)
+        outputs = (rows, eight.codes, eight.exponents, cols, eight.codes, eight.exponents)
     _gradient_kernel[grid](
         do, do.stride(0), do.stride(1), o, o.stride(0), o.stride(1), lse2, row_max, lse2 if dlse is None else dlse,
         q_exponents if q_exponents is not None else result.delta, groups, *outputs, maxima[2 if four else 0],
