@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from kernels import lanes, run
 
+from kernels import lanes, run
 from softgpu.formats import DECODE, MINIFLOATS, encode, f32_to_bf16
 
 M32 = 0xFFFFFFFF

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernels import run, source
 
 import softgpu
+from kernels import run, source
 from softgpu import Device
 
 AT = "\tmul.wide.u32 %d20, %r0, 4; add.s64 %d21, %d0, %d20;\n"
