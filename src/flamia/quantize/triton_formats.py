@@ -376,13 +376,15 @@ def nvfp4_rows(x, R: tl.constexpr, W: tl.constexpr):
 @triton.jit
 def round_to(x, KIND: tl.constexpr):
     """FP32 -> BF16 or FP16, nearest even. Triton's interpreter truncates to BF16, hence the bits."""
-    if COMPILED:
-        return x.to(KIND)
-    if tl.float16 == KIND:
-        return x.to(KIND)
-    b = bits(x)
-    b = tl.where(magnitude(x) > INFINITY_BITS, b | 0x400000, b + 0x7FFF + ((b >> 16) & 1))
-    return (b >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    # One return: Triton looks at the types of all of them, also behind a constant condition.
+    y = x
+    if COMPILED or tl.float16 == KIND:
+        y = x.to(KIND)
+    else:
+        b = bits(x)
+        b = tl.where(magnitude(x) > INFINITY_BITS, b | 0x400000, b + 0x7FFF + ((b >> 16) & 1))
+        y = (b >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return y
 
 
 # ------------------------------------------------------------------------------------------------- tiles
