@@ -11,7 +11,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 # Fields of the instruction descriptor (PTX ISA, "Instruction descriptor"); E4M3 operands are format 0.
-_FP32_ACCUMULATOR, _B_MN_MAJOR, _UE8M0 = 1 << 4, 1 << 16, 1 << 23
+_FP32_ACCUMULATOR, _A_MN_MAJOR, _B_MN_MAJOR, _UE8M0 = 1 << 4, 1 << 15, 1 << 16, 1 << 23
 _VERSION = 1 << 14  # bits 46 to 48 of a matrix descriptor, in its upper word
 _SWIZZLE = {16: 0, 32: 6 << 29, 64: 4 << 29, 128: 2 << 29}  # bytes of a row of the atom -> bits 61 to 63
 # Coefficients of the polynomial for 2^x on [0, 1], highest power first, as FP32 bits; the greatest error is 2.9e-6.
@@ -92,6 +92,43 @@ def value_product(
 
 
 @dsl_user_op
+def transposed_product(
+    d: Int32,
+    a: Int32,
+    b: Int32,
+    scale_a: Int32,
+    scale_b: Int32,
+    more: Int32,
+    head_dim: int,
+    *,
+    loc: Any = None,
+    ip: Any = None,
+) -> None:
+    """[128, head_dim] = or += a^T b over 128 queries, block-scaled.
+
+    d: tensor memory, a row per key. a, b: shared addresses of E4M3 codes [128, 128] and [128, head_dim] with a row per
+    query, which is one swizzle width. scale_a, scale_b: tensor memory, UE8M0 words of four blocks of 32 queries. more:
+    0 to overwrite d.
+    """
+    upper_a, upper_b = _upper(8 * 128, 128), _upper(8 * head_dim, head_dim)
+    descriptor = _A_MN_MAJOR | _B_MN_MAJOR | _UE8M0 | _shape(128, head_dim)
+    steps = "".join(
+        f"\tadd.u32 x, $1, {k * 32 * 128 >> 4};\n\tmov.b64 a, {{x, {upper_a:#x}}};\n\t"
+        f"add.u32 x, $2, {k * 32 * head_dim >> 4};\n\tmov.b64 b, {{x, {upper_b:#x}}};\n\t"
+        f"or.b32 y, $3, {k << 30:#x};\n\tor.b32 z, $4, {k << 30:#x};\n\t"
+        f"@one tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale [$0], a, b, {descriptor | k << 29 | k << 4:#x}, "
+        f"[y], [z], {'q' if k else 'p'};\n"
+        for k in range(4)
+    )
+    text = (
+        "{\n\t.reg .pred one, p, q;\n\t.reg .b32 x, y, z;\n\t.reg .b64 a, b;\n\telect.sync _|one, -1;\n\t"
+        "setp.ne.u32 p, $5, 0;\n\tsetp.eq.u32 q, 0, 0;\n" + steps + "\t}"
+    )
+    values = [Int32(d), Int32(a) >> 4, Int32(b) >> 4, Int32(scale_a), Int32(scale_b), Int32(more)]
+    _asm(None, [x.ir_value(loc=loc, ip=ip) for x in values], text, "r,r,r,r,r,r", effects=True)
+
+
+@dsl_user_op
 def copy_scales(column: Int32, atom: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """A scale atom of 512 bytes, shared address ``atom``, to four columns of tensor memory in all lane quarters."""
     text = (
@@ -132,6 +169,20 @@ def load_columns(address: Int32, columns: int, *, loc: Any = None, ip: Any = Non
     constraints = "=f," * columns + "r"
     values = _asm(result, [Int32(address).ir_value(loc=loc, ip=ip)], text, constraints, effects=True)
     return [Float32(llvm.extractvalue(T.f32(), values, [i], loc=loc, ip=ip)) for i in range(columns)]
+
+
+@dsl_user_op
+def load_fragments(address: Int32, groups: int, *, loc: Any = None, ip: Any = None) -> list[Float32]:
+    """16 rows of 8 ``groups`` columns of tensor memory as the fragments of ``mma``: of eight columns, a thread gets two
+    neighbours in row lane / 4 and then two in row lane / 4 + 8. ``wait_loads`` before use.
+    """
+    count = 4 * groups
+    result = llvm.StructType.get_literal([T.f32()] * count)
+    names = ", ".join(f"${i}" for i in range(count))
+    text = f"tcgen05.ld.sync.aligned.16x256b.x{groups}.b32 {{{names}}}, [${count}];"
+    constraints = "=f," * count + "r"
+    values = _asm(result, [Int32(address).ir_value(loc=loc, ip=ip)], text, constraints, effects=True)
+    return [Float32(llvm.extractvalue(T.f32(), values, [i], loc=loc, ip=ip)) for i in range(count)]
 
 
 @dsl_user_op
@@ -227,6 +278,13 @@ def max3(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None)
 
 
 @dsl_user_op
+def max_abs(a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """max(a, |b|); a NaN is passed over."""
+    text = "{\n\t.reg .f32 t;\n\tabs.f32 t, $2;\n\tmax.f32 $0, $1, t;\n\t}"
+    return Float32(_asm(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b)], text, "=f,f,f"))
+
+
+@dsl_user_op
 def exp2(a: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """2^a within two ulp; subnormal results are zero."""
     return Float32(_asm(T.f32(), [Float32(a).ir_value(loc=loc, ip=ip)], "ex2.approx.ftz.f32 $0, $1;", "=f,f"))
@@ -269,6 +327,12 @@ def as_float(bits: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
 
 
 @dsl_user_op
+def as_bits(a: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """The bits of an FP32 number."""
+    return Int32(llvm.bitcast(T.i32(), Float32(a).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
 def again(word: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """The same word, of which the compiler does not know that: what is derived from it is not kept in registers."""
     return Int32(_asm(T.i32(), [Int32(word).ir_value(loc=loc, ip=ip)], "mov.b32 $0, $1;", "=r,r", effects=True))
@@ -293,3 +357,25 @@ def store_global(address: Int64, words: list[Int32], *, loc: Any = None, ip: Any
     values = [x.ir_value(loc=loc, ip=ip) for x in (Int64(address), *words)]
     text = "st.global.v8.b32 [$0], {$1, $2, $3, $4, $5, $6, $7, $8};"
     _asm(None, values, text, "l" + ",r" * 8, effects=True)
+
+
+@dsl_user_op
+def store_shared(address: Int32, words: list[Int32], *, loc: Any = None, ip: Any = None) -> None:
+    """Four 32-bit words to shared memory; the address is a multiple of 16."""
+    values = [x.ir_value(loc=loc, ip=ip) for x in (Int32(address), *words)]
+    _asm(None, values, "st.shared::cta.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", effects=True)
+
+
+@dsl_user_op
+def load_acquire(pointer: Any, *, loc: Any = None, ip: Any = None) -> Int32:
+    """A word of global memory, and with it what its writer did before a release on this device."""
+    values = [pointer.toint().ir_value(loc=loc, ip=ip)]
+    return Int32(_asm(T.i32(), values, "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", effects=True))
+
+
+@dsl_user_op
+def bulk_add_half(target: Any, source: Int32, size: int, *, loc: Any = None, ip: Any = None) -> None:
+    """Add ``size`` bytes of FP16 in shared memory to global memory, asynchronously, in this thread's bulk group."""
+    values = [target.toint().ir_value(loc=loc, ip=ip), Int32(source).ir_value(loc=loc, ip=ip)]
+    text = f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.noftz.f16 [$0], [$1], {size};"
+    _asm(None, values, text, "l,r", effects=True)

@@ -79,9 +79,83 @@ class SharedMemory:
 
     def check(self, storage: Any) -> None:
         """Raise where the storage is not its parts and little more, or is more than a CTA may have."""
-        size, parts = storage.size_in_bytes(), sum(self.parts().values())
-        if not parts <= size <= parts + SLACK or size > SHARED_BYTES:
-            raise ValueError(
-                f"head_dim={self.head_dim}, stages={self.stages} take {size} bytes of shared memory where the plan has "
-                f"{parts}; a CTA may have {SHARED_BYTES}"
-            )
+        _check(self, storage)
+
+
+@dataclass(frozen=True)
+class BackwardTensorMemory:
+    """Columns of tensor memory in the backward; lanes are queries of a step, or keys in dV and dK.
+
+    Once the scores of the upper 64 keys are in registers, their columns become the codes of dS, first operand of dQ,
+    and the scale factors of the step's three block-scaled products, while the lower half takes the next scores.
+    """
+
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        spans = [(self.ds_codes, 32), *((self.scales(n), 4) for n in range(6))]
+        for (start, size), (end, _) in zip(spans, [*spans[1:], (self.dp, 0)], strict=True):
+            if not TILE // 2 <= start <= start + size <= end:
+                raise ValueError(f"columns {start} to {start + size} of the scores overlap what follows at {end}")
+        if self.dk + self.head_dim > COLUMNS:
+            raise ValueError(f"head_dim {self.head_dim} needs more than {COLUMNS} columns of tensor memory")
+
+    columns = COLUMNS
+    scores = 0  # FP32, 128 columns
+    ds_codes = TILE // 2  # E4M3, 32 columns
+    dp = TILE  # FP32, 128 columns
+    dq = TILE  # FP32, head_dim columns, once dP is in registers
+    dv = 2 * TILE  # FP32, head_dim columns
+
+    @property
+    def dk(self) -> int:
+        """FP32, head_dim columns."""
+        return self.dv + self.head_dim
+
+    def scales(self, n: int) -> int:
+        """UE8M0, four columns each: of P and dO, of dS and K in dQ, of dS and Q in dK."""
+        return self.ds_codes + 32 + 4 * n
+
+
+@dataclass(frozen=True)
+class BackwardSharedMemory:
+    """Bytes of shared memory in the backward: a tile of keys, rings of query tiles, and what a step leaves.
+
+    Attributes:
+        stages: of the rings. exact: exponents per token, which adds weights of queries and factors of keys.
+    """
+
+    head_dim: int
+    stages: int
+    exact: bool
+
+    def parts(self) -> dict[str, int]:
+        """Bytes by name; barriers and single words are not listed."""
+        tile, atom = TILE * self.head_dim, 4 * TILE
+        return {
+            "tile of K": tile,
+            "tile of V": tile,
+            "tiles of Q": self.stages * tile,
+            "tiles of dO": self.stages * tile,
+            "codes of P": TILE * TILE,
+            "codes of dS": TILE * TILE,
+            "dQ in FP16": 2 * tile,
+            "numbers of queries": self.stages * 4 * 4 * TILE,
+            "weights of queries": self.stages * 2 * 4 * TILE if self.exact else 0,
+            "2^e_K, 2^e_V": 2 * 4 * TILE if self.exact else 0,
+            "scale atoms of Q, dO": 2 * self.stages * atom,
+            "scale atoms of P, K, dS": 4 * atom,
+        }
+
+    def check(self, storage: Any) -> None:
+        """Raise where the storage is not its parts and little more, or is more than a CTA may have."""
+        _check(self, storage)
+
+
+def _check(plan: SharedMemory | BackwardSharedMemory, storage: Any) -> None:
+    size, parts = storage.size_in_bytes(), sum(plan.parts().values())
+    if not parts <= size <= parts + SLACK or size > SHARED_BYTES:
+        raise ValueError(
+            f"head_dim={plan.head_dim}, stages={plan.stages} take {size} bytes of shared memory where the plan has "
+            f"{parts}; a CTA may have {SHARED_BYTES}"
+        )
