@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,8 +45,12 @@ def compile_kernels(
         bool | None, typer.Option(help="Also the backward's. By default where calls use it.", show_default=False)
     ] = None,
     deterministic: Annotated[bool, typer.Option(help="Kernels of calls with deterministic=True.")] = False,
+    causal_scale: Annotated[bool, typer.Option(help="Also backwards with accumulator_scale='causal'.")] = False,
     peers: Annotated[
-        bool, typer.Option(help="Also FlashAttention-4 with these shapes, for `flamia bench forward` to compare.")
+        bool,
+        typer.Option(
+            help="Also FlashAttention-4 with these shapes, for `flamia bench` to compare; --backward: its too."
+        ),
     ] = False,
     jobs: Annotated[int, typer.Option(help="Processes, each of about 1 GiB. 0: one for each core.", min=0)] = 0,
 ) -> None:
@@ -53,12 +59,16 @@ def compile_kernels(
     Needs no GPU. Use the folder with FLAMIA_KERNELS=FOLDER; the calls made then need apache-tvm-ffi and no compiler.
     """
     dims, groups = _numbers("head_dims", head_dims), _numbers("ratios", ratios)
-    kernels = list(select(arch, _words(recipes), dims, groups, masks, dtypes, backward, deterministic))
+    options = (backward, deterministic, causal_scale)
+    kernels = list(select(arch, _words(recipes), dims, groups, masks, dtypes, *options))
     if peers:
-        from flamia.benchmarks.peers import flash_attention_kernel
+        from flamia.benchmarks import flash_attention
 
         causal = [mask == "causal" for mask in _words(masks) if mask in ("causal", "full")]
-        kernels += [flash_attention_kernel(d, r, c, arch) for d in dims for r in groups for c in causal]
+        shapes = [(d, r, c, arch) for d in dims for r in groups for c in causal]
+        kernels += [flash_attention.forward_kernel(*shape) for shape in shapes]
+        if _trains(arch, backward):
+            kernels += [kernel for shape in shapes for kernel in flash_attention.backward_kernels(*shape)]
     build(kernels, out, jobs or len(os.sched_getaffinity(0)))
 
 
@@ -71,8 +81,11 @@ def select(
     dtypes: str,
     backward: bool | None = None,
     deterministic: bool = False,
+    causal_scale: bool = False,
 ) -> Iterator[Kernel]:
     """The distinct kernels of these calls; their backwards' with ``backward``, and where it is None if there is one.
+
+    ``causal_scale`` adds the backwards of the same recipes with ``accumulator_scale="causal"``.
 
     Raises:
         ValueError: a value that is unknown, or one that the architecture has no kernel for.
@@ -85,22 +98,25 @@ def select(
                 raise ValueError(f"{name}={word!r} is unknown: it must be one of {', '.join(known)}")
     backend = ARCHS[arch]
     room = KERNELS[backend]
-    training = room.TRAINS if backward is None else backward
+    training = _trains(arch, backward)
     seen: set[Kernel] = set()
-    for name in recipes:
-        recipe = get_recipe(name).with_variant(room.VARIANT)
-        for head_dim in head_dims:
-            for ratio in ratios:
-                for mask in _words(masks):
-                    for word in _words(dtypes):
-                        dtype = DTYPES[word]
-                        reason = room.unsupported(recipe, head_dim, dtype, training=False)
-                        if reason is not None:
-                            raise ValueError(f"recipes={name!r}, head_dims={head_dim}: {reason}")
-                        plan = Plan(recipe, backend, (), head_dim, ratio, 1, 1.0, *MASKS[mask], deterministic, training)
-                        fresh = [kernel for kernel in room.call_kernels(plan, dtype, arch) if kernel not in seen]
-                        seen.update(fresh)
-                        yield from fresh
+    shapes = product(head_dims, ratios, _words(masks), _words(dtypes))
+    for name, (head_dim, ratio, mask, word) in product(recipes, shapes):
+        recipe, dtype = get_recipe(name).with_variant(room.VARIANT), DTYPES[word]
+        reason = room.unsupported(recipe, head_dim, dtype, training=False)
+        if reason is not None:
+            raise ValueError(f"recipes={name!r}, head_dims={head_dim}: {reason}")
+        made = [recipe, dataclasses.replace(recipe, accumulator_scale="causal")] if causal_scale else [recipe]
+        for each in made:
+            plan = Plan(each, backend, (), head_dim, ratio, 1, 1.0, *MASKS[mask], deterministic, training)
+            fresh = [kernel for kernel in room.call_kernels(plan, dtype, arch) if kernel not in seen]
+            seen.update(fresh)
+            yield from fresh
+
+
+def _trains(arch: str, backward: bool | None) -> bool:
+    trains: bool = KERNELS[ARCHS[arch]].TRAINS
+    return trains if backward is None else backward
 
 
 def build(kernels: list[Kernel], out: Path, jobs: int, console: Console | None = None) -> None:

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from flamia.benchmarks import forward, peers
+from flamia.benchmarks import flash_attention, forward, peers
 from flamia.benchmarks.forward import CALL, KERNEL, Row
 from flamia.benchmarks.peers import PEERS, Inputs, Peer, Prepared
 from flamia.benchmarks.workloads import Workload, batched_workloads, named_workloads, packed_workloads
@@ -118,11 +118,11 @@ def test_measurements_of_one_workload(monkeypatch):
         forward, "paired_seconds", lambda calls, rounds: {n: [(i + 1) * 1e-3] * rounds for i, n in enumerate(calls)}
     )
     table = {
-        "fast": Peer("fast", True, 0.9999, lambda: None, answer),
-        "slow": Peer("slow", True, 0.9999, lambda: None, answer),
-        "batches": Peer("batches", False, 0.9999, lambda: None, answer),
-        "absent": Peer("absent", True, 0.9999, lambda: "is not installed", answer),
-        "broken": Peer("broken", True, 0.9999, lambda: None, raising),
+        "fast": Peer("fast", True, 0.9999, lambda _: None, answer),
+        "slow": Peer("slow", True, 0.9999, lambda _: None, answer),
+        "batches": Peer("batches", False, 0.9999, lambda _: None, answer),
+        "absent": Peer("absent", True, 0.9999, lambda _: "is not installed", answer),
+        "broken": Peer("broken", True, 0.9999, lambda _: None, raising),
     }
     monkeypatch.setattr(forward, "PEERS", table)
     rows = {row.name: row for row in forward.measure(SMALL, True, tuple(table), "mxfp8", 3)}
@@ -167,11 +167,11 @@ def test_flash_attention_as_a_library_takes_the_arguments_it_is_given(monkeypatc
 
     def load(kernel):
         module, _, function = kernel.builder.partition(":")
-        assert module == peers.__name__
-        return load_compiled(softgpu.Device(), getattr(peers, function)(kernel.arch, **dict(kernel.options)))
+        assert module == flash_attention.__name__
+        return load_compiled(softgpu.Device(), getattr(flash_attention, function)(kernel.arch, **dict(kernel.options)))
 
-    monkeypatch.setattr(peers, "load", load)
-    monkeypatch.setattr(peers, "_flash_attention_is_installed", lambda: False)
+    monkeypatch.setattr(flash_attention, "load", load)
+    monkeypatch.setattr(flash_attention, "is_installed", lambda: False)
     call = PEERS["fa4-bf16"].prepare(inputs)
     o = call.output(call.run())
     assert torch.cosine_similarity(o.double().flatten(), textbook(inputs).flatten(), dim=0) > 0.9999

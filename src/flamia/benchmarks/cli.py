@@ -14,9 +14,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flamia.benchmarks import forward, prepare
+from flamia.benchmarks import forward, prepare, train
 from flamia.benchmarks.peers import PEERS
 from flamia.benchmarks.prepare import RECIPES, Row
+from flamia.benchmarks.training_peers import PARTS
 from flamia.benchmarks.workloads import PACKINGS, named_workloads
 from flamia.recipe import get_recipe
 
@@ -26,32 +27,42 @@ class Subject(str, Enum):
 
     prepare = "prepare"
     forward = "forward"
+    train = "train"
 
 
 def bench(
     subject: Annotated[
         Subject,
-        typer.Argument(help="prepare: quantizers, finishing launches, work lists. forward: attention, beside others."),
+        typer.Argument(
+            help="prepare: quantizers, finishing launches, work lists. forward: attention, beside others. train: "
+            "attention forward and backward, and the backward alone, beside others."
+        ),
     ],
-    recipes: Annotated[str | None, typer.Option(help="Names, with commas; forward: one.", show_default=False)] = None,
+    recipes: Annotated[
+        str | None, typer.Option(help="Names, with commas; forward, train: one.", show_default=False)
+    ] = None,
     packings: Annotated[str, typer.Option(help="prepare: one, web, tiny, with commas.")] = "one,web",
     tokens: Annotated[int, typer.Option(help="prepare: tokens of the packed row.", min=1)] = 65536,
     heads: Annotated[int, typer.Option(help="prepare: heads of every tensor.", min=1)] = 16,
     head_dim: Annotated[int, typer.Option(help="prepare: head dimension.")] = 128,
     separate: Annotated[bool, typer.Option(help="prepare: also the same work as separate torch operations.")] = True,
-    workloads: Annotated[str, typer.Option(help="forward: names with commas, or packed, batched, all.")] = "all",
-    masks: Annotated[str, typer.Option(help="forward: causal, full, with commas.")] = "causal,full",
-    peers: Annotated[str, typer.Option(help="forward: whom to time beside ours, with commas.")] = ",".join(PEERS),
-    rounds: Annotated[int, typer.Option(help="forward: rounds of turns.", min=1)] = 20,
-    plot: Annotated[Path | None, typer.Option(help="forward: draw TFLOP/s into this file.")] = None,
+    workloads: Annotated[str, typer.Option(help="forward, train: names with commas, or packed, batched, all.")] = "all",
+    masks: Annotated[str, typer.Option(help="forward, train: causal, full, with commas.")] = "causal,full",
+    peers: Annotated[str, typer.Option(help="forward, train: whom to time beside ours, with commas.")] = ",".join(
+        PEERS
+    ),
+    rounds: Annotated[int, typer.Option(help="forward, train: rounds of turns.", min=1)] = 20,
+    parts: Annotated[str, typer.Option(help="train: training, backward (alone), with commas.")] = ",".join(PARTS),
+    causal_scale: Annotated[bool, typer.Option(help="train: ours with accumulator_scale='causal', too.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="forward: draw TFLOP/s, train: speed-ups into this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line and nothing else.")] = False,
 ) -> None:
     """Time the device kernels on this machine's GPU.
 
     Times are medians over replays of CUDA graphs. prepare: beside a device copy in the same run; a share is bytes read
-    plus bytes written, each tensor once, per second, over the same figure of a 1 GiB copy. forward: ours and others
-    take turns on the same inputs, after every output has been held against exact attention. Exit status 2 without a
-    CUDA device.
+    plus bytes written, each tensor once, per second, over the same figure of a 1 GiB copy. forward, train: ours and
+    others take turns on the same inputs, after every result has been held against exact attention. Exit status 2
+    without a CUDA device.
     """
     if not torch.cuda.is_available():
         raise ValueError("`flamia bench` needs a CUDA device, and torch sees none")
@@ -61,18 +72,25 @@ def bench(
         return
     chosen = recipes or "mxfp8"
     get_recipe(chosen)
-    measured = forward.iterate(
+    common = (
         named_workloads(workloads),
         _known("masks", masks, ("causal", "full")),
         _known("peers", peers, tuple(PEERS)),
         chosen,
         rounds,
     )
-    shown = _show(measured, as_json, render_forward)
+    if subject is Subject.forward:
+        shown = _show(forward.iterate(*common), as_json, render_forward)
+    else:
+        chosen_parts = _known("parts", parts, PARTS)
+        shown = _show(train.iterate(*common, parts=chosen_parts, causal_scale=causal_scale), as_json, render_train)
+        summaries = train.summarize(shown)
+        _show(iter(summaries), as_json, render_summaries)
     if plot is not None:
-        from flamia.benchmarks.plots import draw_forward
+        from flamia.benchmarks import plots
 
-        draw_forward(shown, plot, torch.cuda.get_device_name())
+        draw: Any = plots.draw_forward if subject is Subject.forward else plots.draw_speedups
+        draw(shown, plot, torch.cuda.get_device_name())
 
 
 def _show(rows: Iterator[Any], as_json: bool, table: Any) -> list[Any]:
@@ -120,6 +138,47 @@ def render_forward(rows: list[forward.Row], device: str) -> Table:
         ratio = f"{row.ratio:.2f}" if row.ratio else ""
         figures = (f"{row.seconds * 1e3:.3f}", f"{row.tflops:.0f}", f"{row.cosine:.5f}", ratio)
         table.add_row(row.workload, row.mask, f"{row.documents:,}", row.heads, row.name, *figures)
+    return table
+
+
+def render_train(rows: list[train.Row], device: str) -> Table:
+    """The measurements of attention forward and backward as a table."""
+    table = Table(title=f"Attention in training on {device}", title_justify="left", title_style="bold")
+    for name in ("workload", "mask", "heads", "part", "what"):
+        table.add_column(name)
+    for name in ("time, ms", "TFLOP/s", "cosines of o, dq, dk, dv", "memory, MiB", "speed-up", "cost"):
+        table.add_column(name, justify="right")
+    before = None
+    for row in rows:
+        group = (row.workload, row.mask, row.part)
+        if before not in (None, group):
+            table.add_section()
+        before = group
+        place = (row.workload, row.mask, row.heads, row.part)
+        if row.refused is not None:
+            table.add_row(*place, row.name, "-", "-", row.refused, "", "", "")
+            continue
+        cosines = " ".join(
+            "-" if x is None else f"{x:.4f}" for x in (row.cosine_o, row.cosine_dq, row.cosine_dk, row.cosine_dv)
+        )
+        memory = "" if row.memory is None else f"{row.memory / 2**20:,.0f}"
+        speedup = "" if row.speedup is None else f"{row.speedup:.2f}"
+        cost = "" if row.cost is None else f"{row.cost:+.1%}"
+        figures = (f"{row.seconds * 1e3:.3f}", f"{row.tflops:.0f}", cosines, memory, speedup, cost)
+        table.add_row(*place, row.name, *figures)
+    return table
+
+
+def render_summaries(summaries: list[train.Summary], device: str) -> Table:
+    """Geometric means of the speed-ups over the fastest peer as a table."""
+    table = Table(title="Speed-ups over the fastest peer", title_justify="left", title_style="bold")
+    for name in ("workloads", "mask", "part", "what"):
+        table.add_column(name)
+    for name in ("geometric mean", "least", "there"):
+        table.add_column(name, justify="right")
+    for s in summaries:
+        figures = (f"{s.geometric_mean:.3f}", f"{s.least:.3f}", s.slowest)
+        table.add_row(f"{s.workloads} {s.group}", s.mask, s.part, s.name, *figures)
     return table
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flamia.benchmarks import flash_attention
 from flamia.benchmarks.workloads import Workload, offsets
-from flamia.compiler import Kernel, load, make_kernel
 
 
 @dataclass(frozen=True)
@@ -57,92 +56,42 @@ class Peer:
         name: as tables show it.
         packed: whether it runs packed rows; else batches alone.
         least_cosine: of its output with exact attention on Gaussian inputs; below it is wrong and not timed.
-        missing: says what is not installed, or None.
+        missing: says what a workload lacks here, or None.
         prepare: inputs -> what is timed.
     """
 
     name: str
     packed: bool
     least_cosine: float
-    missing: Callable[[], str | None]
+    missing: Callable[[Workload], str | None]
     prepare: Callable[[Inputs], Prepared]
 
     def refuses(self, workload: Workload) -> str | None:
         """Why this workload is not run, or None."""
         if not (self.packed or workload.is_batch):
             return "has no packed rows"
-        return self.missing()
+        return self.missing(workload)
 
 
 # ------------------------------------------------------------------------------------------------ FlashAttention-4
 
 
-def flash_attention_kernel(head_dim: int, ratio: int, causal: bool, arch: str = "sm_90a") -> Kernel:
-    """Its packed BF16 forward as a ready library, for machines without the DSL; up to 256 documents."""
-    here = "flamia.benchmarks.peers"
-    return make_kernel(f"{here}:build_flash_attention", here, arch, head_dim=head_dim, ratio=ratio, causal=causal)
-
-
-def build_flash_attention(arch: str, *, head_dim: int, ratio: int, causal: bool) -> Any:
-    """Compile FlashAttention-4's packed BF16 forward from tensors without storage. No GPU is needed."""
-    from cutlass.cutlass_dsl import CuTeDSL
-    from flash_attn.cute import interface
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    os.environ.setdefault("FLASH_ATTENTION_NUM_SMS", "132")  # an H100's or H200's; it would ask the driver
-    settings = CuTeDSL._get_dsl().envar
-    before, settings.arch = settings.arch, arch
-    kernels = interface._flash_attn_fwd.compile_cache.cache
-    known = set(kernels)
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            heads = (8 * ratio, 8, 8)
-            q, k, v = (torch.empty(4096, n, head_dim, dtype=torch.bfloat16, device="cuda") for n in heads)
-            cu = torch.empty(5, dtype=torch.int32, device="cuda")
-            documents = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=2048, max_seqlen_k=2048)
-            number = int("".join(c for c in arch if c.isdigit()))
-            interface._flash_attn_fwd(q, k, v, **documents, causal=causal, return_lse=True, _arch=number)
-    finally:
-        settings.arch = before
-    (made,) = set(kernels) - known
-    return kernels[made]
-
-
-def _flash_attention_is_installed() -> bool:
-    return all(importlib.util.find_spec(name) is not None for name in ("flash_attn", "cutlass"))
-
-
-def _flash_attention_missing() -> str | None:
-    if _flash_attention_is_installed() or os.environ.get("FLAMIA_KERNELS"):
-        return None
-    return "flash-attn-4 is not installed, and FLAMIA_KERNELS names no folder made with `flamia compile --peers`"
+def _flash_attention_missing(workload: Workload) -> str | None:
+    return flash_attention.missing(len(workload.lengths))
 
 
 def _flash_attention(inputs: Inputs) -> Prepared:
-    q, k, v, cu, causal = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, inputs.causal
-    longest = max(inputs.workload.lengths)
-    if _flash_attention_is_installed():
-        from flash_attn.cute import flash_attn_varlen_func
-
-        documents = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest)
-        return Prepared(lambda: flash_attn_varlen_func(q, k, v, **documents, causal=causal), lambda result: result[0])
-    launch = load(flash_attention_kernel(q.shape[2], q.shape[1] // k.shape[1], causal))
-    scale = 1 / math.sqrt(q.shape[2])
-
-    def ready() -> Tensor:
-        o = torch.empty_like(q)
-        lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
-        # Not given: lengths used, pages, window, sink, sparsity; auxiliary data; two sums for many documents.
-        launch(q, k, v, o, lse, scale, cu, cu, *(None,) * 7, (None, None), None, None)
-        return o
-
-    return Prepared(ready, lambda o: o)
+    q, k, v, cu = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens
+    if flash_attention.is_installed():
+        attend = flash_attention.attention(inputs.causal, max(inputs.workload.lengths))
+        return Prepared(lambda: attend(q, k, v, cu), lambda o: o)
+    return Prepared(lambda: flash_attention.forward(q, k, v, cu, inputs.causal), lambda result: result[0])
 
 
 # ------------------------------------------------------------------------------------------------------------ cuDNN
 
 
-def _cudnn_missing() -> str | None:
+def _cudnn_missing(_: Workload) -> str | None:
     return None if torch.backends.cudnn.is_available() else "torch has no cuDNN"
 
 
@@ -161,10 +110,10 @@ def _cudnn_bf16(inputs: Inputs) -> Prepared:
     return Prepared(run, lambda o: o.transpose(1, 2).reshape(inputs.q.shape))
 
 
-def _frontend_missing() -> str | None:
+def _frontend_missing(workload: Workload) -> str | None:
     if importlib.util.find_spec("cudnn") is None:
         return "nvidia-cudnn-frontend is not installed"
-    return _cudnn_missing()
+    return _cudnn_missing(workload)
 
 
 def _cudnn_fp8(inputs: Inputs) -> Prepared:

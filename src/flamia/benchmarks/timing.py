@@ -1,11 +1,14 @@
-"""Device time of a call, and the bandwidth to measure it by."""
+"""Device time and memory of a call, and the bandwidth to measure time by."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def graph_seconds(call: Callable[[], object], repeats: int = 20, inner: int = 5) -> float:
@@ -54,6 +57,23 @@ def paired_seconds(calls: dict[str, Callable[[], object]], rounds: int, target: 
         for name in list(calls) if n % 2 == 0 else reversed(list(calls)):
             times[name].append(graphs[name].seconds())
     return times
+
+
+def peak_bytes(prepare: Callable[[], T], run: Callable[[T], object]) -> tuple[T, int]:
+    """What ``prepare`` makes, and the most bytes that it and one ``run`` of it hold beside what is there already.
+
+    The first run, which may fill caches that stay, is not the one that is measured.
+    """
+    before = torch.cuda.memory_allocated()
+    made = prepare()
+    kept = torch.cuda.memory_allocated() - before
+    run(made)
+    torch.cuda.synchronize()
+    start = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run(made)
+    torch.cuda.synchronize()
+    return made, kept + torch.cuda.max_memory_allocated() - start
 
 
 def eager_seconds(call: Callable[[], object], repeats: int = 5) -> float:
