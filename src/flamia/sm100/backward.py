@@ -653,8 +653,9 @@ class Backward:
                 x = [value * scalars[1] for value in x]
                 if const_expr(self.rotate):
                     x = gradients.rotate_back(x)
-            for n in cutlass.range_constexpr(d // 2):
-                words[n] = ptx.pack_half(x[2 * n], x[2 * n + 1], kind)
+            for c in cutlass.range_constexpr(d // 16):
+                for n in cutlass.range_constexpr(8 * c, 8 * c + 8):
+                    words[n] = ptx.pack_half(x[2 * n], x[2 * n + 1], kind)
         if key < item.len_k:
             address = target[item.k_start + key, item.kv, None].iterator.toint()
             for c in cutlass.range_constexpr(d // 16):
