@@ -39,6 +39,9 @@ SUBJECTS = (
     ),
     Subject("flamia sm100 forward, MXFP8 causal", BLACKWELL, f"{_HERE}:sm100_forward"),
     Subject(
+        "flamia sm100 backward, MXFP8 causal", BLACKWELL, f"{_HERE}:sm100_backward", products=5, payloads=2
+    ),
+    Subject(
         "FlashAttention-4 forward, BF16 causal", ("sm_90a", *BLACKWELL), f"{_HERE}:peer_forward", "ForwardSm", peer=True
     ),
     Subject("FlashAttention-4 forward, FP8 causal", BLACKWELL, f"{_HERE}:peer_forward_fp8", "ForwardSm", peer=True),
@@ -71,6 +74,14 @@ def sm100_forward(arch: str) -> None:
     from flamia.sm100.work import Masks
 
     compile_forward(Forward(128, 1, Masks(False, True), arch=arch))
+
+
+def sm100_backward(arch: str) -> None:
+    """The Blackwell backward: causal, defaults of MXFP8."""
+    from flamia.sm100.backward import Backward, compile_backward
+    from flamia.sm100.work import Masks
+
+    compile_backward(Backward(128, 1, Masks(False, True), rotate=True, arch=arch))
 
 
 def peer_forward(arch: str) -> None:
