@@ -29,6 +29,22 @@ def test_a_kernel_is_what_changes_code():
     assert options(exact) == base | {"per_token": True}
 
 
+def test_training_loads_a_backward():
+    plan = make_plan(flamia.Recipe(), 8, 2, 128, None, 0, training=True)
+
+    def backward(plan):
+        forward, backward = kernels.call_kernels(plan, torch.bfloat16, "sm_100a")
+        assert (forward,) == kernels.forward_kernels(plan, torch.bfloat16, "sm_100a")
+        return dict(backward.options)
+
+    base = backward(plan)
+    assert (base["ratio"], base["left"], base["right"], base["rotate"]) == (4, False, True, True)
+    assert not base["exact"] | base["causal_scale"]
+    exact = dataclasses.replace(plan, recipe=flamia.Recipe().exact())
+    assert backward(exact) == base | {"exact": True, "causal_scale": True}
+    assert backward(dataclasses.replace(plan, deterministic=False)) == base | {"deterministic": False}
+
+
 @pytest.mark.parametrize(("right", "claimed"), [(None, False), (0, True)])
 def test_causal_calls_claim_their_items(right, claimed):
     plan = make_plan(flamia.Recipe(), 2, 1, 64, None, right, training=False)
@@ -45,7 +61,8 @@ def test_causal_calls_claim_their_items(right, claimed):
         ({}, dict(head_dim=96), r"head_dim=96 has no Blackwell kernel, \(64, 128\) have"),
         ({}, dict(dtype=torch.float32), "dtype torch.float32 has no Blackwell kernel"),
         ({}, dict(offsets=True), "k_offset and v_offset"),
-        ({}, dict(training=True), "Blackwell has no backward"),
+        (dict(exact_ds=True), dict(training=True), "exact_ds=True with exact_operands=False has no Blackwell backward"),
+        (dict(accumulator="fp32"), dict(training=True), "accumulator='fp32' has no Blackwell backward, 'fp16' has"),
     ],
     ids=str,
 )

@@ -14,7 +14,7 @@ from flamia.recipe import Recipe
 ARCHS = {(10, 0): "sm_100a", (10, 3): "sm_103a"}  # of B200 and of B300, by capability
 VARIANT = "block"
 HEAD_DIMS = (64, 128)
-TRAINS = False  # whether there is a backward
+TRAINS = True  # whether there is a backward
 DTYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 
 
@@ -59,9 +59,42 @@ def build_forward(arch: str, *, dtype: str, left: bool, right: bool, head_dim: i
     return compile_forward(kernel, getattr(cutlass, dtype))
 
 
+def backward_kernels(plan: Plan, dtype: torch.dtype, arch: str) -> tuple[Kernel, ...]:
+    """The launch of a backward."""
+    return (
+        make_kernel(
+            "flamia.sm100.kernels:build_backward",
+            "flamia.sm100.backward",
+            arch,
+            head_dim=plan.head_dim,
+            ratio=plan.ratio,
+            left=plan.left is not None,
+            right=plan.right is not None,
+            dtype=DTYPES[dtype],
+            rotate=plan.rotates,
+            causal_scale=plan.recipe.accumulator_scale == "causal",
+            deterministic=plan.deterministic,
+            exact=plan.per_token,
+        ),
+    )
+
+
+def build_backward(arch: str, *, dtype: str, left: bool, right: bool, head_dim: int, ratio: int, **options: Any) -> Any:
+    """Compile ``sm100.backward.Backward`` for gradients of ``cutlass.<dtype>``."""
+    import cutlass
+
+    from flamia.sm100.backward import Backward, compile_backward
+    from flamia.sm100.work import Masks
+
+    kernel = Backward(head_dim, ratio, Masks(left, right), arch=arch, **options)
+    return compile_backward(kernel, getattr(cutlass, dtype))
+
+
 def call_kernels(plan: Plan, dtype: torch.dtype, arch: str) -> Iterator[Kernel]:
-    """Every kernel that a call with this plan loads."""
+    """Every kernel that a call with this plan, and its backward where the plan trains, loads."""
     yield from forward_kernels(plan, dtype, arch)
+    if plan.training:
+        yield from backward_kernels(plan, dtype, arch)
 
 
 def unsupported(
@@ -82,6 +115,11 @@ def unsupported(
         return f"dtype {dtype} has no Blackwell kernel, torch.bfloat16 and torch.float16 have"
     if offsets:
         return "k_offset and v_offset run on the reference alone"
-    if training and not TRAINS:
-        return "q, k or v requires a gradient, and Blackwell has no backward; under torch.no_grad() it runs"
+    if training and bool(recipe.exact_ds) != bool(recipe.exact_operands):
+        return (
+            f"exact_ds={recipe.exact_ds} with exact_operands={recipe.exact_operands} has no Blackwell backward, "
+            "both or neither has"
+        )
+    if training and recipe.accumulator != "fp16":
+        return f"accumulator={recipe.accumulator!r} has no Blackwell backward, 'fp16' has"
     return None
