@@ -83,6 +83,8 @@ def test_weights_that_just_fit_are_accepted(a, tau):
 COMBINATIONS = [
     (dict(format="fp4", tau=4), r"tau=4 is not supported by format='fp4'.*must be 0"),
     (dict(format="fp4", variant="folded"), r"variant='folded' is not defined for format='fp4'.*use variant='block'"),
+    (dict(products="hopper"), r"products='hopper' is not defined for format='mxfp8' with variant='block'"),
+    (dict(products="hopper", format="nvfp4", variant="folded"), r"products='hopper' is not defined for format='nvfp4'"),
     (dict(variant="folded", operand_scale="tensor"), r"variant='folded' is not defined.*ablations"),
     (dict(variant="folded", operand_scale="groups"), r"variant='folded' is not defined.*ablations"),
     (dict(variant="folded", scale_rounding="floor"), r"variant='folded' is not defined.*ablations"),
@@ -288,7 +290,8 @@ def test_key_tells_every_option_apart():
     )  # fmt: skip
     changed = [Recipe(), Recipe(exponential="schraudolph", training=False)]
     changed += [Recipe(**{name: value}) for name, value in other.items()]
-    assert set(other) | {"exponential", "key"} == {f.name for f in dataclasses.fields(Recipe)}
+    changed += [Recipe(variant="folded", products="hopper")]
+    assert set(other) | {"exponential", "products", "key"} == {f.name for f in dataclasses.fields(Recipe)}
     assert len({r.key for r in changed}) == len(changed)
     assert len(set(changed)) == len(changed)
     for recipe in changed:

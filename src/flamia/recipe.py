@@ -22,6 +22,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "exponential": ("exact", "schraudolph", "mitchell"),
     "operand_scale": ("block", "tensor", "groups"),
     "scale_rounding": ("up", "floor"),
+    "products": ("exact", "hopper"),
 }
 _BOOLS = ("exact_operands", "exact_ds", "stochastic_rounding", "training")
 
@@ -56,6 +57,9 @@ class Recipe:
         operand_scale: "block" is the method. Ablations that leak: "tensor" (one scale per tensor), "groups" (1x32
             groups along the contraction).
         scale_rounding: "up" is the method; "floor", the OCP reference conversion, clamps and leaks: an ablation.
+        products: how the reference adds products of E4M3 codes: "exact" rounds the exact sum once to FP32; "hopper"
+            keeps 13 bits as Hopper's tensor core does, over the same spans as the Hopper kernels, which it predicts to
+            within rare single codes (slow; mxfp8 and variant="folded" only). Kernels ignore it.
 
     Raises:
         ValueError: when built, for a value outside of its choices or a combination that is unsafe or not defined; the
@@ -78,6 +82,7 @@ class Recipe:
     training: bool = True
     operand_scale: str = "block"
     scale_rounding: str = "up"
+    products: str = "exact"
     key: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
@@ -127,6 +132,11 @@ class Recipe:
             raise ValueError(
                 "variant='folded' is not defined for format='fp4' or for ablations of the scales: use variant='block'"
             )
+        if self.products == "hopper" and (self.variant != "folded" or self.format != "mxfp8"):
+            raise ValueError(
+                f"products='hopper' is not defined for format={self.format!r} with variant={self.variant!r}: it says "
+                "how Hopper adds E4M3 products, so format must be 'mxfp8' and variant 'folded'"
+            )
         if fp4 and not self.exact_ds:
             raise ValueError("exact_ds=False is not defined for format='fp4': dS always has row-wise groups there")
         if fp4 and self.operand_scale != "block":
@@ -166,7 +176,10 @@ class Recipe:
 
     def with_variant(self, variant: str) -> Recipe:
         """The same formats and options on other tensor cores; itself where that is not defined (ablations, fp4)."""
-        return self if self.format == "fp4" or self.is_ablation else dataclasses.replace(self, variant=variant)
+        if self.format == "fp4" or self.is_ablation:
+            return self
+        products = self.products if variant == "folded" else "exact"
+        return dataclasses.replace(self, variant=variant, products=products)
 
     def rotates(self, head_dim: int) -> bool:
         """Whether q and k are rotated at this head dimension (resolves ``rotate=None``)."""

@@ -10,6 +10,7 @@ On a machine without the DSL: `flamia compile` elsewhere into one folder, and FL
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -25,9 +26,10 @@ pytest.importorskip("tvm_ffi")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper device")
 
-# Relative RMS. Roundings to BF16 on both sides, 1.1e-3 each; FP16 additions of dq, 2^-11 of the running sum for each of
-# its key tiles; sums of FP8 products that keep some 13 bits, and the codes of P and dS that they move by a step.
-BOUND = 1e-2
+# Relative RMS. The twin adds products as the tensor core does (products="hopper"). dq is added up in FP16 in any order,
+# 2^-11 of the running sum for each of its key tiles, and a last bit of ex2.approx moves one code of P and dS in some
+# 10^5. Measured: 2.7e-3 at most for dq and dk, dk and dv often equal to the bit.
+BOUND = 5e-3
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +64,7 @@ def gradients(q, k, v, do, cu_q, cu_k=None, *, dlse: Tensor | None = None, **opt
 
 def agree(q, k, v, do, cu_q, cu_k=None, *, recipe="mxfp8", **options) -> None:
     ours = gradients(q, k, v, do, cu_q, cu_k, recipe=recipe, **options)
-    twin = flamia.get_recipe(recipe).with_variant("folded")
+    twin = dataclasses.replace(flamia.get_recipe(recipe), variant="folded", products="hopper")
     theirs = gradients(q, k, v, do, cu_q, cu_k, recipe=twin, backend="reference", **options)
     for name, x, y in zip(("dq", "dk", "dv"), ours, theirs, strict=True):
         assert (x.dtype, x.shape) == (y.dtype, y.shape)

@@ -42,7 +42,7 @@ def hopper(monkeypatch, soft_device):
 
 
 def native_plan(heads, kv_heads, head_dim, left=None, right=None, training=False, **options):
-    recipe = flamia.Recipe(variant="folded", **options)
+    recipe = flamia.Recipe(variant="folded", products="hopper", **options)
     plan = make_plan(recipe, heads, kv_heads, head_dim, left, right, training)
     return dataclasses.replace(plan, backend="sm90")
 

@@ -73,7 +73,13 @@ class Case:
                 x[later:] = x[later:].flip(0) * 64
         do[2:9] = 0  # rows that must not set the exponent of their group
         self.plan = plan = make_plan(
-            flamia.Recipe(variant="folded", **recipe), heads, kv_heads, head_dim, left, right, training=True
+            flamia.Recipe(variant="folded", products="hopper", **recipe),
+            heads,
+            kv_heads,
+            head_dim,
+            left,
+            right,
+            training=True,
         )
         documents = self.documents = Documents(offsets(len_q), offsets(len_k), total_q, total_k)
         maps = {name: TokenMap.build(documents.cu_seqlens_q, total_q) for name in ("q", "do")}

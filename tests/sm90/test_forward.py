@@ -32,8 +32,8 @@ _KERNELS = {}
 
 
 def kernels(device, head_dim, ratio, masks, dtype=torch.bfloat16, **options):
-    """The launches of a call: documents with even and with uneven V exponents; one for row sums of weights."""
-    kinds = [True] if options.get("row_sum") == "weights" else [False, True]
+    """The launches of a call: documents with even and with uneven V exponents; one for exact operands or weights."""
+    kinds = [False] if options.get("exact") else [True] if options.get("row_sum") == "weights" else [False, True]
     out = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}[dtype]
     key = (head_dim, ratio, masks, dtype, tuple(options.items()))
     if key not in _KERNELS:
@@ -49,33 +49,52 @@ class Case:
     """Seeded packed inputs as payloads, poisoned outputs, and the twin's result."""
 
     def __init__(
-        self, len_q, len_k, heads, kv_heads, head_dim, left=None, right=None, uneven=False, zeros=False, **recipe
-    ):
+        self, len_q, len_k, heads, kv_heads, head_dim, left=None, right=None, uneven=False, zeros=False, spread=0.0,
+        scale_v=None, later=(), **recipe,
+    ):  # fmt: skip
         g = torch.Generator().manual_seed(0)
         total_q, total_k = sum(len_q) + 3, sum(len_k) + 2  # tokens of no document at the end
-        q = torch.randn(total_q, heads, head_dim, generator=g).bfloat16()
-        k = torch.randn(total_k, kv_heads, head_dim, generator=g).bfloat16()
-        v = torch.randn(total_k, kv_heads, head_dim, generator=g)
+
+        def tokens(total, heads):
+            size = torch.exp2(torch.randn(total, 1, 1, generator=g) * spread)
+            return torch.randn(total, heads, head_dim, generator=g) * size
+
+        q, k, v = tokens(total_q, heads).bfloat16(), tokens(total_k, kv_heads).bfloat16(), tokens(total_k, kv_heads)
         if zeros:
             q.zero_()
             k.zero_()
+        for start, stop in later:  # another sample, the values of other sizes
+            for x in (q, k, v):
+                x[start:stop] = x[start:stop].flip(0)
+            v[start:stop] *= torch.exp2(10 * torch.randn(stop - start, 1, 1, generator=g))
         self.cu_q, self.cu_k = (
             torch.tensor([0, *torch.tensor(n).cumsum(0)], dtype=torch.int32) for n in (len_q, len_k)
         )
+        if scale_v is not None:
+            start, stop, size = scale_v
+            v[start:stop] *= size
         if uneven:  # 40 keys of the last document are tiny: their weights vanish from the codes
             start = int(self.cu_k[-2])
             v[start : start + 40] *= 2.0**-20
         documents = Documents(self.cu_q, self.cu_k, total_q, total_k)
         maps = [TokenMap.build(cu, n) for cu, n in ((self.cu_q, total_q), (self.cu_k, total_k))]
-        rotate = head_dim == 128
-        self.q = token_blocks(prepare(q, maps[0], rotate=rotate), maps[0])
-        self.k = token_blocks(prepare(k, maps[1], rotate=rotate), maps[1])
-        self.v = token_blocks(prepare(v.bfloat16(), maps[1]), maps[1], columns="mma", least=VALUE_MIN_EXPONENT)
+        rotate, exact = head_dim == 128, recipe.get("exact_operands", False)
+        self.q = token_blocks(prepare(q, maps[0], rotate=rotate), maps[0], per_token=exact)
+        self.k = token_blocks(prepare(k, maps[1], rotate=rotate), maps[1], per_token=exact)
+        self.v = token_blocks(
+            prepare(v.bfloat16(), maps[1]), maps[1], per_token=exact, columns="mma", least=VALUE_MIN_EXPONENT
+        )
         self.lists = work_lists(documents, left, right)
         self.window = (left or 0, right or 0)
         self.scale = math.log2(math.e) / math.sqrt(head_dim)
         plan = make_plan(
-            flamia.Recipe(variant="folded", **recipe), heads, kv_heads, head_dim, left, right, training=False
+            flamia.Recipe(variant="folded", products="hopper", **recipe),
+            heads,
+            kv_heads,
+            head_dim,
+            left,
+            right,
+            training=False,
         )
         empty = torch.empty(0)
         payloads = Payloads({"q": self.q, "k": self.k, "v": self.v}, empty, empty)
@@ -176,6 +195,60 @@ def test_options(soft_device, options):
     case.check(case.run(kernels(soft_device, 64, 1, CAUSAL, **options)))
 
 
+EXACT_SHAPES = [([300], [300]), ([129, 0, 31, 127], [129, 5, 31, 127]), ([33, 1, 100], [150, 1, 20])]
+EXACT_MASKS = [(FULL, (None, None)), (CAUSAL, (None, 0)), (WINDOW, (100, 0)), (WINDOW, (50, 30))]
+EXACT_FEW = [
+    (64, *EXACT_MASKS[0], *EXACT_SHAPES[2]),
+    (64, *EXACT_MASKS[3], *EXACT_SHAPES[1]),
+    (128, *EXACT_MASKS[1], *EXACT_SHAPES[0]),
+    (128, *EXACT_MASKS[1], *EXACT_SHAPES[1]),
+]
+EXACT_ALL = [(d, *masks, *shape) for d in (64, 128) for masks in EXACT_MASKS for shape in EXACT_SHAPES]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "masks", "window", "len_q", "len_k"),
+    [*EXACT_FEW, *(pytest.param(*one, marks=pytest.mark.slow) for one in EXACT_ALL if one not in EXACT_FEW)],
+    ids=str,
+)
+@pytest.mark.parametrize("spread", [0, 1], ids=["even", "uneven"])
+def test_exact_operands(soft_device, head_dim, masks, window, len_q, len_k, spread):
+    """Tokens of one size, whose codes V's extra columns sum alone, and of sizes that vary by more than FOLD_RANGE."""
+    case = Case(len_q, len_k, 2, 1, head_dim, *window, spread=2.5 * spread, exact_operands=True)
+    assert bool(case.uneven().any()) is bool(spread)
+    case.check(case.run(kernels(soft_device, head_dim, 2, masks, exact=True)))
+
+
+def test_exact_operands_with_row_sums_of_weights(soft_device):
+    case = Case([200, 40], [200, 40], 2, 1, 64, None, 0, spread=2.5, row_sum="weights", exact_operands=True)
+    case.check(case.run(kernels(soft_device, 64, 2, CAUSAL, row_sum="weights", exact=True)))
+
+
+@pytest.mark.parametrize("size", [2.0**-90, 2.0**-60, 2.0**30, 2.0**66, 2.0**78, 2.0**100], ids="{:.0e}".format)
+def test_exact_operands_of_any_size(soft_device, size):
+    """V's exponents from the smallest to those that no column serves; a document in which only some tokens are so."""
+    case = Case([140, 40], [140, 40], 1, 1, 64, None, 0, spread=1, exact_operands=True, scale_v=(20, 150, size))
+    case.check(case.run(kernels(soft_device, 64, 1, CAUSAL, exact=True)))
+
+
+@pytest.mark.parametrize(("len_q", "seen"), [([150], [(0, 75)]), ([100, 31, 140], [(0, 40), (100, 131), (131, 260)])])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_later_tokens_do_not_reach_back(soft_device, head_dim, len_q, seen):
+    """Exact operands: o, lse and M of earlier rows keep their bits when all later tokens become something else."""
+    launch = kernels(soft_device, head_dim, 2, CAUSAL, exact=True)
+    ends = torch.tensor(len_q).cumsum(0).tolist()
+    later = [(stop, end) for (_, stop), end in zip(seen, ends, strict=True)]
+    first, second = (Case(len_q, len_q, 2, 1, head_dim, None, 0, spread=1, exact_operands=True, later=x) for x in ((), later))
+    assert second.uneven().any()
+    got, again = first.run(launch), second.run(launch)
+    for start, stop in seen:
+        for x, y in zip(got, again, strict=True):
+            x, y = (z if z.dim() == 3 else z.t() for z in (x, y))
+            assert torch.equal(x[start:stop], y[start:stop])
+    for start, stop in later:
+        assert stop == start or not torch.equal(got[0][start:stop], again[0][start:stop])
+
+
 def test_schedule_order_changes_no_bit(soft_device, soft_device_shuffled):
     case = Case([260, 70], [260, 70], 2, 1, 64, None, 0)
     first = case.run(kernels(soft_device, 64, 2, CAUSAL))
@@ -195,6 +268,14 @@ def test_a_document_does_not_see_its_neighbours(soft_device):
     assert not torch.equal(packed[0][:150], again[0][:150])
 
 
-def test_head_dims_without_a_kernel_are_refused():
-    with pytest.raises(ValueError, match="head_dim must be 64 or 128, got 96"):
-        Forward(96, 1, CAUSAL)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(head_dim=96), "head_dim must be 64 or 128, got 96"),
+        (dict(stages=3), "stages must be 2 or 4, got 3"),
+        (dict(exact=True, careful=True), "careful must be False with exact=True"),
+    ],
+)
+def test_what_no_kernel_is_made_for_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Forward(**dict(dict(head_dim=64, ratio=1, masks=CAUSAL), **options))

@@ -90,11 +90,11 @@ class Chunk:
             y = y.repeat_interleave(self.ratio, 1)
         return y.flatten(0, 1)
 
-    def _document_exponents(self, codes: Tensor, side: str) -> Tensor:
-        # [heads, documents] -> [N]
+    def documents(self, x: Tensor, side: str = "k") -> Tensor:
+        """[heads, documents] -> [N]."""
         index = torch.tensor(self.group.index, dtype=torch.int64, device=self.device)
-        e = formats.decode_e8m0(codes[self._head_slice(side == "q")][:, index]).t()
-        return (e if side == "q" else e.repeat_interleave(self.ratio, 1)).flatten()
+        y = x[self._head_slice(side == "q")][:, index].t()
+        return (y if side == "q" else y.repeat_interleave(self.ratio, 1)).flatten()
 
     def head_values(self, payload: Payload, side: str) -> Tensor:
         """Values FP64 [N, L, D] of the copy that is contracted along the head dimension."""
@@ -116,7 +116,7 @@ class Chunk:
             scales = formats.decode_e4m3(self._columns(payload.scales, side, 16)).to(torch.float64)
             values = codes.to(torch.float64) * scales.repeat_interleave(16, -1)
             if payload.exponents.numel():
-                values = _scaled(values, self._document_exponents(payload.exponents, side).view(-1, 1, 1))
+                values = _scaled(values, formats.decode_e8m0(self.documents(payload.exponents, side)).view(-1, 1, 1))
             return values.transpose(1, 2)[:, :length].contiguous()
         if isinstance(payload, GroupedPayload):
             e = formats.decode_e8m0(self._columns(payload.column_scales, side, 32)).repeat_interleave(32, -1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flamia import formats
-from flamia.bounds import FOLD_RANGE
+from flamia.bounds import FOLD_RANGE, uneven_documents
 from flamia.documents import Documents
 from flamia.plan import Plan
 from flamia.quantize.payloads import E4M3Payload, Payloads
@@ -22,11 +22,13 @@ from flamia.reference.chunks import Chunk, chunks
 from flamia.reference.exponentials import exp2, schraudolph_mix
 from flamia.reference.forward import Forward, log2, scaled_scores, tiles_per_run
 from flamia.reference.geometry import BLOCK, TILE, Run, padded_length
+from flamia.reference.tensor_core import exact_product, hopper_product
 
 GRID = 4096.0  # the fraction f that a row's references share lies on a grid of 2^-12
 PROMOTION = 256  # queries whose dV and dK partials are one tensor-core accumulation, and that share C
 KEYS = 64  # keys that share an exponent of dS
 LOWEST = 28.0  # a dS exponent is kept while the scaled maximum stays in (28, 448]
+HOPPER_SPAN = 64  # queries (dV, dK) or keys (dQ) of one accumulation of the Hopper kernels
 _NONE = -1000
 
 
@@ -45,15 +47,19 @@ def forward(plan: Plan, payloads: Payloads, documents: Documents) -> Forward:
     lse2 = torch.full((plan.heads_q, documents.total_q), -torch.inf, device=device)
     row_max = torch.zeros(plan.heads_q, documents.total_q, device=device)
     for chunk in chunks(documents, plan.heads_kv, plan.ratio, plan.head_dim, plan.left, plan.right):
-        q, k = chunk.head_values(payloads["q"], "q"), chunk.head_values(payloads["k"], "k")
+        scores = _Scores(plan, chunk, payloads)
         v = chunk.code_values(_e4m3(payloads["v"]), "k")
         e_v = chunk.token_exponents(_e4m3(payloads["v"]), "k")
+        even = None
+        if plan.recipe.products == "hopper" and plan.recipe.row_sum == "codes" and not plan.per_token:
+            flags = uneven_documents(_e4m3(payloads["v"]).exponents, documents.cu_seqlens_k)
+            even = chunk.documents(flags) == 0
         results = []
         for q0 in range(0, padded_length(chunk.group.len_q), TILE):
-            rows = _ForwardRows(plan, q[:, q0 : q0 + TILE])
-            m = rows.q.shape[1]
+            m = min(TILE, scores.length - q0)
+            rows = _ForwardRows(plan, scores, q0, m, even)
             for run in chunk.geometry.key_runs(q0, q0 + m, tiles_per_run(chunk), device):
-                rows.visit(run, k, v, e_v)
+                rows.visit(run, v, e_v)
             results.append(rows.finish())
         chunk.scatter(o, torch.cat([r[0] for r in results], 1), "q")
         chunk.scatter_table(lse2, torch.cat([r[1] for r in results], 1), "q")
@@ -61,12 +67,41 @@ def forward(plan: Plan, payloads: Payloads, documents: Documents) -> Forward:
     return Forward(o, lse2, row_max)
 
 
-class _ForwardRows:
-    """Running state of one tile of queries [N, m, D]."""
+class _Scores:
+    """Scores of a chunk, from whatever the recipe multiplies."""
 
-    def __init__(self, plan: Plan, q: Tensor) -> None:
-        self.plan, self.q = plan, q
-        n, m, d = q.shape
+    def __init__(self, plan: Plan, chunk: Chunk, payloads: Payloads) -> None:
+        self.scale = plan.score_scale
+        self.hopper = plan.recipe.products == "hopper"
+        q, k = payloads["q"], payloads["k"]
+        if self.hopper:
+            q, k = _e4m3(q), _e4m3(k)
+            self.q, self.e_q = chunk.code_values(q, "q"), chunk.token_exponents(q, "q")
+            self.k, self.e_k = chunk.code_values(k, "k"), chunk.token_exponents(k, "k")
+        else:
+            self.q, self.k = chunk.head_values(q, "q"), chunk.head_values(k, "k")
+        self.length = self.q.shape[1]
+
+    def __call__(self, rows: slice, keys: slice, visible: Tensor | None) -> Tensor:
+        """As ``scaled_scores``: FP64 [N, rows, keys], base 2, -inf where masked."""
+        q, k = self.q[:, rows], self.k[:, keys]
+        if not self.hopper:
+            return scaled_scores(q, k, self.scale, visible)
+        factor = float(torch.tensor(self.scale, dtype=torch.float32))
+        e = (self.e_q[:, rows].unsqueeze(-1) + self.e_k[:, keys].unsqueeze(1)).to(torch.float64)
+        s = hopper_product(q, k.transpose(1, 2)).to(torch.float64) * torch.exp2(e) * factor
+        return s if visible is None else s.masked_fill(~visible, -torch.inf)
+
+
+class _ForwardRows:
+    """Running state of one tile of m queries from q0 on."""
+
+    def __init__(self, plan: Plan, scores: _Scores, q0: int, m: int, even: Tensor | None) -> None:
+        """even: bool [N], problems whose row sums come from the tensor core; None: none."""
+        self.plan, self.scores, self.rows, self.even = plan, scores, slice(q0, q0 + m), even
+        self.product = hopper_product if scores.hopper else exact_product
+        q = scores.q
+        n, _, d = q.shape
 
         def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.full((n, m), value, dtype=dtype, device=q.device)
@@ -76,9 +111,9 @@ class _ForwardRows:
         self.top = full(_NONE, torch.int32)  # largest exponent of V among keys seen so far
         self.out = torch.zeros(n, m, d, device=q.device)
 
-    def visit(self, run: Run, k: Tensor, v: Tensor, e_v: Tensor) -> None:
+    def visit(self, run: Run, v: Tensor, e_v: Tensor) -> None:
         """Add the keys of a run, one tile after the other."""
-        x = scaled_scores(self.q, k[:, run.start : run.stop], self.plan.score_scale, run.visible)
+        x = self.scores(self.rows, slice(run.start, run.stop), run.visible)
         width = x.shape[-1] // run.tiles
         for t in range(run.tiles):
             tile = slice(run.start + t * width, run.start + (t + 1) * width)
@@ -106,8 +141,13 @@ class _ForwardRows:
         if recipe.row_sum == "codes":
             counted = torch.where(e_v >= self.top.unsqueeze(-1) - FOLD_RANGE, codes, counted)
         sums = (counted * formats.pow2(-e_v)).sum(-1).to(torch.float32)
+        if self.even is not None:
+            tops = e_v.amax(-1, keepdim=True)
+            column = formats.pow2((tops - e_v).clamp(max=FOLD_RANGE)).transpose(1, 2)
+            by_core = hopper_product(codes, column).squeeze(-1) * formats.pow2(-tops).squeeze(-1)
+            sums = torch.where(self.even.unsqueeze(-1), by_core, sums)
         factor = torch.where(now == self.reference, 1.0, exp2(self.reference - now))
-        self.out = self.out * factor.unsqueeze(-1) + torch.bmm(codes, v).to(torch.float32)
+        self.out = self.out * factor.unsqueeze(-1) + self.product(codes, v)
         self.total = self.total * factor + sums
         self.fraction, self.reference, self.x_max = f, now, torch.maximum(self.x_max, top_x)
 
@@ -162,7 +202,10 @@ class _ChunkBackward:
     ) -> None:
         self.plan, self.chunk = plan, chunk
         self.exact = bool(plan.recipe.exact_operands)
-        self.q, self.k = chunk.head_values(payloads["q"], "q"), chunk.head_values(payloads["k"], "k")
+        self.scores = _Scores(plan, chunk, payloads)
+        self.hopper = self.scores.hopper
+        self.product = hopper_product if self.hopper else exact_product
+        self.span = HOPPER_SPAN if self.hopper else PROMOTION
         eight = ("q8", "k8") if plan.recipe.format == "nvfp4" else ("q", "k")
         q8, k8, v8 = _e4m3(payloads[eight[0]]), _e4m3(payloads[eight[1]]), _e4m3(payloads["v"])
         t8 = _e4m3(do_payloads["do"])
@@ -186,8 +229,9 @@ class _ChunkBackward:
         b = torch.ldexp((delta * ratio).to(torch.float64), whole).to(torch.float32)
         self.b = torch.where(self.live, b, 0.0)
         self.half = torch.float16 if plan.recipe.accumulator == "fp16" else torch.float32
-        self.accumulator = torch.zeros(self.q.shape, dtype=self.half, device=self.q.device)
-        self.prescale = torch.zeros(self.q.shape[:2], dtype=torch.int32, device=self.q.device)
+        self.device = self.c_q.device
+        self.accumulator = torch.zeros(self.c_q.shape, dtype=self.half, device=self.device)
+        self.prescale = torch.zeros(self.c_q.shape[:2], dtype=torch.int32, device=self.device)
         if self.half is torch.float16:
             self.prescale = prescale(plan, chunk, chunk.gather(do_norm.transpose(0, 1), "q"), payloads)
 
@@ -200,11 +244,11 @@ class _ChunkBackward:
 
     def key_tile(self, k0: int) -> tuple[Tensor, Tensor]:
         """dK and dV of one tile of keys, FP32 [N, w, D]; adds the tile's partials to the dQ accumulator."""
-        k1 = min(k0 + TILE, self.k.shape[1])
+        k1 = min(k0 + TILE, self.c_k.shape[1])
         keys = slice(k0, k1)
         promoted = _Promotion(self.c_k[:, keys])
-        exponents = [torch.full((self.q.shape[0],), _NONE, dtype=torch.int32, device=self.q.device)] * 2
-        for run in self.chunk.geometry.query_runs(k0, k1, tiles_per_run(self.chunk), self.k.device):
+        exponents = [torch.full((self.c_q.shape[0],), _NONE, dtype=torch.int32, device=self.device)] * 2
+        for run in self.chunk.geometry.query_runs(k0, k1, tiles_per_run(self.chunk), self.device):
             rows = slice(run.start, run.stop)
             p = self._weights(run, rows, keys)
             p_codes = formats.round_e4m3(torch.where(self.live[:, rows].unsqueeze(-1), p, 0.0)).to(torch.float64)
@@ -220,22 +264,40 @@ class _ChunkBackward:
             to_dq = formats.round_e4m3(ds * formats.pow2(-blocks)).to(torch.float64)
             counters.count_ds(ds, to_dq)
             scales = _power(blocks - self.e_q[:, rows].unsqueeze(-1))
-            self._accumulate(torch.bmm(to_dq * scales, self.c_k[:, keys]).to(torch.float32), rows)
-            scaled = to_dk * formats.pow2(pairs)
-            height = ds.shape[1] // run.tiles
-            for t in range(run.tiles):
-                q0 = run.start + t * height
-                part, tile = slice(t * height, (t + 1) * height), slice(q0, q0 + height)
-                dv = torch.bmm(p_codes[:, part].transpose(1, 2), self.c_t[:, tile])
-                dk = torch.bmm(scaled[:, part].transpose(1, 2), self.c_q[:, tile])
-                promoted.add(q0 // PROMOTION, dk, dv, self.c[:, q0])
+            self._accumulate(self._dq_partial(to_dq, scales, keys), rows)
+            height = min(self.span, TILE, ds.shape[1])
+            for start in range(0, ds.shape[1], height):
+                q0 = run.start + start
+                part, tile = slice(start, start + height), slice(q0, q0 + height)
+                # The exponent of a warpgroup's 64 keys is one for 64 queries, so it may be applied behind the product.
+                e = pairs[:, start]
+                if self.hopper:
+                    dk = hopper_product(to_dk[:, part].transpose(1, 2), self.c_q[:, tile]) * _power(e).unsqueeze(-1)
+                    dv = hopper_product(p_codes[:, part].transpose(1, 2), self.c_t[:, tile])
+                else:
+                    scaled = to_dk[:, part] * formats.pow2(pairs[:, part])
+                    dk = torch.bmm(scaled.transpose(1, 2), self.c_q[:, tile])
+                    dv = torch.bmm(p_codes[:, part].transpose(1, 2), self.c_t[:, tile])
+                promoted.add(q0 // self.span, dk, dv, self.c[:, q0])
         dk32, dv32 = promoted.result()
         dk32 = dk32 * formats.pow2(-self.e_k[:, keys]).unsqueeze(-1) * self.plan.softmax_scale
         return dk32, dv32
 
+    def _dq_partial(self, ds: Tensor, scales: Tensor, keys: slice) -> Tensor:
+        """Codes of dS [N, m, w], times their scales, times K: FP32 [N, m, D]."""
+        if not self.hopper:
+            return exact_product(ds * scales, self.c_k[:, keys])
+        total = None
+        for start in range(0, ds.shape[-1], HOPPER_SPAN):
+            part = slice(start, start + HOPPER_SPAN)
+            one = hopper_product(ds[..., part], self.c_k[:, keys][:, part]) * scales[..., start, None]
+            total = one if total is None else total + one
+        assert total is not None
+        return total
+
     def _weights(self, run: Run, rows: slice, keys: slice) -> Tensor:
         """2^(x - M + e_T - C + 8), FP32 [N, rows, keys], zero where masked."""
-        x = scaled_scores(self.q[:, rows], self.k[:, keys], self.plan.score_scale, run.visible)
+        x = self.scores(rows, keys, run.visible)
         live, m = self.live[:, rows], self.m[:, rows]
         power = torch.where(live, self.e_t[:, rows] - self.c[:, rows], 0) + PROBABILITY_SHIFT
         if self.exact:  # C comes from later queries too: it must not touch a rounding
@@ -247,7 +309,7 @@ class _ChunkBackward:
 
     def _scores_gradient(self, p: Tensor, rows: slice, keys: slice) -> Tensor:
         """dS 2^(e_Q + e_K), FP32 [N, rows, keys]."""
-        dp = torch.bmm(self.c_t[:, rows], self.c_v[:, keys].transpose(1, 2)).to(torch.float32).to(torch.float64)
+        dp = self.product(self.c_t[:, rows], self.c_v[:, keys].transpose(1, 2)).to(torch.float64)
         scale = self.unit[:, rows].unsqueeze(-1) + (self.e_k + self.e_v)[:, keys].unsqueeze(1)
         power = torch.ldexp(torch.ones_like(scale, dtype=torch.float64), scale)
         b = self.b[:, rows].unsqueeze(-1) * formats.pow2(self.e_k[:, keys]).unsqueeze(1)
@@ -265,7 +327,7 @@ class _ChunkBackward:
 
 
 class _Promotion:
-    """dK and dV of a key tile: one exact partial per 256 queries, rounded and added in FP32."""
+    """dK and dV of a key tile: one exact partial per 256 queries (Hopper's sums: 64), rounded and added in FP32."""
 
     def __init__(self, like: Tensor) -> None:
         self.dk, self.dv = (torch.zeros_like(like, dtype=torch.float32) for _ in range(2))

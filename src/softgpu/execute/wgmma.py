@@ -18,6 +18,8 @@ from ..translate import emits
 
 #: type → (bytes, depth of one product)
 TYPES = {"bf16": (2, 16), "f16": (2, 16), "e4m3": (1, 32), "e5m2": (1, 32)}
+#: type → smallest exponent of a normal code
+SMALLEST = {"e4m3": -6, "e5m2": -14}
 
 
 @emits("wgmma")
@@ -95,6 +97,27 @@ def fetch(shared, desc, rows, depth_bytes, mn_major, kind, unit):
     return decode(shared.views[unit][at // unit], kind)
 
 
+def _exponents(x, smallest):
+    return np.where(x == 0, -200, np.maximum(np.frexp(x)[1] - 1, smallest)).astype(np.int16)
+
+
+def add_eight_bit(a, b, old, smallest_a, smallest_b):
+    """Decoded 8-bit operands a [m, 32] and b [n, 32] on top of old [m, n], as a Hopper chip adds them; float32 [m, n].
+
+    Products and sum are aligned to the largest exponent (of a product: the sum of its factors', subnormal codes having the
+    smallest of their type), cut off 13 bits behind it, added, and cut off 13 bits behind the leading bit.
+    """
+    old = np.broadcast_to(np.float32(old), (a.shape[0], b.shape[0]))
+    top = (_exponents(a, smallest_a)[:, None] + _exponents(b, smallest_b)[None]).max(-1).astype(np.int32)
+    top = np.maximum(np.maximum(top, np.where(old == 0, -200, np.frexp(old)[1] - 1)), -100)
+    unit = np.ldexp(np.float32(1), 13 - top)
+    products = a[:, None] * b[None]
+    products *= unit[..., None]
+    total = np.trunc(products, out=products).sum(-1) + np.trunc(old * unit)
+    kept = (total.view(np.uint32) & np.uint32(0xFFFFFC00)).view(np.float32)
+    return kept * np.ldexp(np.float32(1), top - 13)
+
+
 def _single(value, what):
     first = int(value[0])
     if value.size > 1 and (value != value[0]).any():
@@ -133,13 +156,21 @@ class Product:
             a = fetch(self.shared, self.a, 64, 32, bool(plan.a_major), plan.a_type, self.unit)
         else:
             a = self._register_a()
-        product = a @ b.T
         if plan.signs[0] * plan.signs[1] < 0:
-            product = -product
-        # [warp, half, group, column block, thread, pair] → registers [block, half, pair] × lanes [warp, group, thread]
-        tile = product.reshape(4, 2, 8, plan.n // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(plan.n // 2, 128)
+            a = -a
+        n = plan.n // 8
+        # [warp, half, group, column block, thread, pair] ↔ registers [block, half, pair] × lanes [warp, group, thread]
         file = self.gang.files[32].view(np.float32)
-        if self.keep:
+        if self.unit == 1:
+            old = 0.0
+            if self.keep:
+                held = file[plan.rows].reshape(n, 2, 2, 4, 8, 4)
+                old = np.ascontiguousarray(held.transpose(3, 1, 4, 0, 5, 2)).reshape(64, plan.n)
+            product = add_eight_bit(a, b, old, SMALLEST[plan.a_type], SMALLEST[plan.b_type])
+        else:
+            product = a @ b.T
+        tile = product.reshape(4, 2, 8, n, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(plan.n // 2, 128)
+        if self.keep and self.unit > 1:
             file[plan.rows] += tile
         else:
             file[plan.rows] = tile
