@@ -54,6 +54,30 @@ def test_exact_attention_gains_from_fp32_whatever_the_inputs():
     assert torch.equal(o, exact_attention(q.float(), k.float(), v.float(), cu, 40).bfloat16())
 
 
+def test_autocast_lowers_neither_exact_attention_nor_its_gradients():
+    q, k, v = inputs(40)
+    cu = torch.tensor([0, 17, 40], dtype=torch.int32)
+
+    def run():
+        o = exact_attention(q, k, v, cu, 23)
+        return o, *torch.autograd.grad(o.sum(), (q, k, v))
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        lowered = run()
+    for x, y in zip(lowered, run(), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_bf16_is_torch_attention_in_bf16():
+    q, k, v = inputs(40, torch.bfloat16)
+    cu = torch.tensor([0, 40], dtype=torch.int32)
+    o = get_attention("bf16")(q, k, v, cu, 40)
+    batch = (x.transpose(0, 1)[None] for x in (q, k, v))
+    expected = torch.nn.functional.scaled_dot_product_attention(*batch, is_causal=True)[0].transpose(0, 1)
+    assert torch.equal(o, expected)
+    assert not torch.equal(o, get_attention("exact")(q, k, v, cu, 40))
+
+
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("name", attention_names())
 def test_every_name_computes_attention_with_gradients(name, window):

@@ -66,6 +66,14 @@ def test_a_seed_gives_one_run_and_reading_seldom_changes_nothing(small):
     assert run(small(seed=1)).losses != runs[0].losses
 
 
+def test_autocast_changes_little_and_reaches_everything_but_attention(small):
+    plain = run(small(recipe="mxfp8", steps=4))
+    lowered = run(small(recipe="mxfp8", steps=4, autocast=True))
+    assert lowered.losses != plain.losses
+    # BF16 keeps 8 bits: losses near 5.5 move by less than a hundredth.
+    assert lowered.losses == pytest.approx(plain.losses, abs=0.05)
+
+
 def test_exact_attention_has_no_gap(small):
     final = run(small()).final
     assert final.gap == 0
@@ -165,7 +173,7 @@ def test_a_folder_is_neither_overwritten_nor_mistaken(small, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"recipe": "mxfp9"}, "recipe is 'mxfp9'; allowed: exact, mxfp8"),
+        ({"recipe": "mxfp9"}, "recipe is 'mxfp9'; allowed: exact, bf16, mxfp8"),
         ({"steps": 0}, "steps is 0"),
         ({"lr": -1.0}, "lr is -1"),
         ({"beta2": 1.0}, "beta2 is 1"),
@@ -182,7 +190,7 @@ def test_impossible_runs_are_refused(changes, message):
 
 
 def test_unknown_presets_and_devices_are_refused(small):
-    with pytest.raises(ValueError, match="preset is 'huge'; allowed: tiny, paper, probe"):
+    with pytest.raises(ValueError, match="preset is 'huge'; allowed: tiny, paper, 1b, probe"):
         TrainConfig.of("huge")
     for device in ("tpu", "meta"):
         with pytest.raises(ValueError, match=f"device is '{device}'"):

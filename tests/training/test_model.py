@@ -147,4 +147,10 @@ def test_presets_are_what_they_say():
     assert (paper.layers, paper.width, paper.head_dim, PRESETS["paper"].context) == (6, 1024, 128, 1024)
     count = sum(parameter.numel() for parameter in GPT(PRESETS["tiny"].model).parameters())
     assert count < 3_000_000
-    assert all(preset.model.head_dim in (32, 64) for name, preset in PRESETS.items() if name != "paper")
+    assert all(preset.model.head_dim in (32, 64) for name, preset in PRESETS.items() if name not in ("paper", "1b"))
+    assert not PRESETS["paper"].autocast
+    large = PRESETS["1b"].model
+    assert (large.layers, large.width, large.heads, large.head_dim) == (16, 2048, 16, 128)
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in GPT(large).parameters())
+    assert 1.0e9 < count < 1.3e9

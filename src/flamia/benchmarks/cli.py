@@ -14,12 +14,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flamia.benchmarks import forward, prepare, train
+from flamia.benchmarks import forward, model, prepare, train
 from flamia.benchmarks.peers import PEERS
 from flamia.benchmarks.prepare import RECIPES, Row
 from flamia.benchmarks.training_peers import PARTS
 from flamia.benchmarks.workloads import PACKINGS, named_workloads
 from flamia.recipe import get_recipe
+from flamia.training import MODELS
 
 
 class Subject(str, Enum):
@@ -28,6 +29,7 @@ class Subject(str, Enum):
     prepare = "prepare"
     forward = "forward"
     train = "train"
+    model = "model"
 
 
 def bench(
@@ -35,34 +37,51 @@ def bench(
         Subject,
         typer.Argument(
             help="prepare: quantizers, finishing launches, work lists. forward: attention, beside others. train: "
-            "attention forward and backward, and the backward alone, beside others."
+            "attention forward and backward, and the backward alone, beside others. model: whole training steps."
         ),
     ],
     recipes: Annotated[
-        str | None, typer.Option(help="Names, with commas; forward, train: one.", show_default=False)
+        str | None, typer.Option(help="Names, with commas; but for prepare one.", show_default=False)
     ] = None,
     packings: Annotated[str, typer.Option(help="prepare: one, web, tiny, with commas.")] = "one,web",
     tokens: Annotated[int, typer.Option(help="prepare: tokens of the packed row.", min=1)] = 65536,
     heads: Annotated[int, typer.Option(help="prepare: heads of every tensor.", min=1)] = 16,
     head_dim: Annotated[int, typer.Option(help="prepare: head dimension.")] = 128,
     separate: Annotated[bool, typer.Option(help="prepare: also the same work as separate torch operations.")] = True,
-    workloads: Annotated[str, typer.Option(help="forward, train: names with commas, or packed, batched, all.")] = "all",
+    workloads: Annotated[
+        str | None,
+        typer.Option(
+            help="forward, train, model: names with commas, or packed, batched, all. By default all; model: "
+            f"{','.join(model.WORKLOADS)}.",
+            show_default=False,
+        ),
+    ] = None,
     masks: Annotated[str, typer.Option(help="forward, train: causal, full, with commas.")] = "causal,full",
-    peers: Annotated[str, typer.Option(help="forward, train: whom to time beside ours, with commas.")] = ",".join(
-        PEERS
-    ),
-    rounds: Annotated[int, typer.Option(help="forward, train: rounds of turns.", min=1)] = 20,
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Whom to time beside ours, with commas. forward, train: {', '.join(PEERS)}; model: "
+            f"{', '.join(model.PEERS)}. By default all.",
+            show_default=False,
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="forward, train, model: rounds of turns.", min=1)] = 20,
     parts: Annotated[str, typer.Option(help="train: training, backward (alone), with commas.")] = ",".join(PARTS),
     causal_scale: Annotated[bool, typer.Option(help="train: ours with accumulator_scale='causal', too.")] = False,
+    models: Annotated[str, typer.Option(help="model: presets of `flamia train`, with commas.")] = "paper,1b",
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="model: replay steps from CUDA graphs; else launch them as usual.")
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="forward: draw TFLOP/s, train: speed-ups into this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line and nothing else.")] = False,
 ) -> None:
     """Time the device kernels on this machine's GPU.
 
-    Times are medians over replays of CUDA graphs. prepare: beside a device copy in the same run; a share is bytes read
-    plus bytes written, each tensor once, per second, over the same figure of a 1 GiB copy. forward, train: ours and
-    others take turns on the same inputs, after every result has been held against exact attention. Exit status 2
-    without a CUDA device.
+    Times are medians, over replays of CUDA graphs unless said otherwise. prepare: beside a device copy in the same run;
+    a share is bytes read plus bytes written, each tensor once, per second, over the same figure of a 1 GiB copy.
+    forward, train: ours and others take turns on the same inputs, after every result has been held against exact
+    attention. model: steps of AdamW with BF16 autocast, after gradients have been held against those through torch's
+    attention. Exit status 2 without a CUDA device.
     """
     if not torch.cuda.is_available():
         raise ValueError("`flamia bench` needs a CUDA device, and torch sees none")
@@ -72,20 +91,21 @@ def bench(
         return
     chosen = recipes or "mxfp8"
     get_recipe(chosen)
-    common = (
-        named_workloads(workloads),
-        _known("masks", masks, ("causal", "full")),
-        _known("peers", peers, tuple(PEERS)),
-        chosen,
-        rounds,
-    )
+    rivals = tuple(model.PEERS if subject is Subject.model else PEERS)
+    named = _known("peers", peers, rivals) if peers is not None else rivals
+    if subject is Subject.model:
+        names = _known("models", models, tuple(MODELS))
+        rows_of = named_workloads(workloads or ",".join(model.WORKLOADS))
+        _show(model.iterate(names, rows_of, named, chosen, rounds, graphs=graphs), as_json, render_model)
+        return
+    chosen_masks = _known("masks", masks, ("causal", "full"))
+    common = (named_workloads(workloads or "all"), chosen_masks, named, chosen, rounds)
     if subject is Subject.forward:
         shown = _show(forward.iterate(*common), as_json, render_forward)
     else:
         chosen_parts = _known("parts", parts, PARTS)
         shown = _show(train.iterate(*common, parts=chosen_parts, causal_scale=causal_scale), as_json, render_train)
-        summaries = train.summarize(shown)
-        _show(iter(summaries), as_json, render_summaries)
+        _show(iter(train.summarize(shown)), as_json, render_summaries)
     if plot is not None:
         from flamia.benchmarks import plots
 
@@ -179,6 +199,24 @@ def render_summaries(summaries: list[train.Summary], device: str) -> Table:
     for s in summaries:
         figures = (f"{s.geometric_mean:.3f}", f"{s.least:.3f}", s.slowest)
         table.add_row(f"{s.workloads} {s.group}", s.mask, s.part, s.name, *figures)
+    return table
+
+
+def render_model(rows: list[model.Measurement], device: str) -> Table:
+    """The measurements of training steps as a table."""
+    table = Table(title=f"Training steps on {device}", title_justify="left", title_style="bold")
+    for name in ("model", "row", "attention", "timing"):
+        table.add_column(name)
+    for name in ("time, ms", "tokens/s", "cosine of gradients", "memory, GiB", "speed-up"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        place = (f"{row.model}, {row.parameters / 1e6:,.0f} M", f"{row.workload}, {row.tokens:,} tokens", row.name)
+        if row.refused is not None:
+            table.add_row(*place, row.timing, "-", row.refused, "", "", "")
+            continue
+        speedup = "" if row.speedup is None else f"{row.speedup:.3f}"
+        figures = (f"{row.seconds * 1e3:.1f}", f"{row.tokens_per_s:,.0f}", f"{row.cosine:.4f}")
+        table.add_row(*place, row.timing, *figures, f"{row.memory / 2**30:.1f}", speedup)
     return table
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,9 +22,12 @@ def graph_seconds(call: Callable[[], object], repeats: int = 20, inner: int = 5)
 
 
 class Captured:
-    """A CUDA graph of ``inner`` calls, warmed up on a stream of its own; what they return is kept with it."""
+    """A CUDA graph of ``inner`` calls, warmed up on a stream of its own; what they return is kept with it.
 
-    def __init__(self, call: Callable[[], object], inner: int) -> None:
+    Graphs with one ``pool`` (``torch.cuda.graph_pool_handle``) share memory: each overwrites what the others left.
+    """
+
+    def __init__(self, call: Callable[[], object], inner: int, pool: Any = None) -> None:
         self.inner = inner
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -32,7 +36,7 @@ class Captured:
                 call()
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, pool=pool):
             self.kept = [call() for _ in range(inner)]
 
     def seconds(self) -> float:
@@ -40,22 +44,40 @@ class Captured:
         return _event_seconds(self.graph.replay) / self.inner
 
 
-def paired_seconds(calls: dict[str, Callable[[], object]], rounds: int, target: float = 4e-3) -> dict[str, list[float]]:
+def paired_seconds(
+    calls: Mapping[str, Callable[[], object]], rounds: int, target: float = 4e-3, *, pool: Any = None
+) -> dict[str, list[float]]:
     """Device seconds of each call in each round, replayed one after the other, every second round in reverse order.
 
     Rounds make calls comparable on a device whose clocks move: compare within a round, then take medians. A graph holds
-    as many calls as last about ``target`` seconds.
+    as many calls as last about ``target`` seconds. ``pool``: memory for all graphs to share.
     """
     graphs = {}
     for name, call in calls.items():
-        once = Captured(call, 1)
+        once = Captured(call, 1, pool)
         once.seconds()
-        graphs[name] = Captured(call, max(1, min(50, round(target / once.seconds()))))
+        graphs[name] = Captured(call, max(1, min(50, round(target / once.seconds()))), pool)
         graphs[name].seconds()
     times: dict[str, list[float]] = {name: [] for name in calls}
     for n in range(rounds):
         for name in list(calls) if n % 2 == 0 else reversed(list(calls)):
             times[name].append(graphs[name].seconds())
+    return times
+
+
+def paired_eager_seconds(calls: dict[str, Callable[[], object]], rounds: int, inner: int = 3) -> dict[str, list[float]]:
+    """As ``paired_seconds``, launched as usual: ``inner`` calls in a row, so that launches run ahead of the device."""
+
+    def several(call: Callable[[], object]) -> None:
+        for _ in range(inner):
+            call()
+
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    for n in range(rounds):
+        for name in list(calls) if n % 2 == 0 else reversed(list(calls)):
+            times[name].append(_event_seconds(partial(several, calls[name])) / inner)
     return times
 
 

@@ -7,11 +7,12 @@ from .attention import attention_names, exact_attention, get_attention
 from .config import PRESETS, TrainConfig
 from .data import Corpus, PackedRows, Row, load_corpus
 from .evaluation import Evaluation, compare, evaluate
-from .loop import Progress, Report, Result, Trainer, learning_rate, run
-from .model import GPT, Attend, ModelConfig
+from .loop import Progress, Report, Result, Trainer, learning_rate, run, train_step
+from .model import GPT, MODELS, Attend, ModelConfig
 
 __all__ = [
     "GPT",
+    "MODELS",
     "PRESETS",
     "Attend",
     "Corpus",
@@ -32,4 +33,5 @@ __all__ = [
     "learning_rate",
     "load_corpus",
     "run",
+    "train_step",
 ]

@@ -19,10 +19,10 @@ from .progress import progress_bar
 
 def train(
     preset: Annotated[
-        str, typer.Option(help="tiny (a laptop), paper (six layers x 1024), probe (finds a leak in a minute).")
+        str, typer.Option(help="tiny (a laptop), paper (six layers x 1024), 1b (a large GPU), probe (finds a leak).")
     ] = "tiny",
     recipe: Annotated[
-        str, typer.Option(help="Attention to train through: exact, mxfp8, nvfp4, fp4, leaky-fp4-keys, ...")
+        str, typer.Option(help="Attention to train through: exact, bf16, mxfp8, nvfp4, fp4, ...")
     ] = "mxfp8",
     steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
     data: Annotated[
@@ -37,8 +37,10 @@ def train(
     weight_decay: Annotated[float | None, typer.Option(help="Of matrices.")] = None,
     clip: Annotated[float | None, typer.Option(help="Largest gradient norm.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    backend: Annotated[str, typer.Option(help="auto or reference.")] = "auto",
-    autocast: Annotated[bool, typer.Option(help="BF16 outside of attention too.")] = False,
+    backend: Annotated[str, typer.Option(help="auto, reference or sm90.")] = "auto",
+    autocast: Annotated[
+        bool | None, typer.Option(help="BF16 outside of attention too. By default in 1b alone.", show_default=False)
+    ] = None,
     out: Annotated[
         str | None,
         typer.Option(help="Folder of the log, the checkpoints and the result; nothing is written without it."),

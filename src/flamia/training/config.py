@@ -14,7 +14,7 @@ class TrainConfig:
     """A training run.  Built by `TrainConfig.of(preset, **changes)`; every field can be changed there.
 
     Attributes:
-        recipe: attention to train through: `exact` or a recipe of flamia.
+        recipe: attention to train through: `exact`, `bf16` or a recipe of flamia.
         steps, tokens, context: optimiser steps, tokens in a step (one packed row), longest document in it.
         seed: of the weights and of the order of the data.
         lr, warmup, final_lr: peak rate of AdamW, steps of linear warm-up, and the fraction of the peak that the
@@ -108,6 +108,18 @@ PRESETS: dict[str, TrainConfig] = {
     "tiny": TrainConfig("tiny", MODELS["tiny"], steps=300, tokens=1024, context=256, lr=3e-3),
     "paper": TrainConfig(
         "paper", MODELS["paper"], steps=6000, tokens=32_768, context=1024, lr=6e-4, warmup=200, final_lr=0.1
+    ),
+    "1b": TrainConfig(
+        "1b",
+        MODELS["1b"],
+        steps=2000,
+        tokens=65_536,
+        context=8192,
+        lr=3e-4,
+        warmup=200,
+        final_lr=0.1,
+        autocast=True,
+        eval_rows=4,
     ),
     "probe": TrainConfig("probe", MODELS["probe"], steps=500, tokens=2048, context=64, lr=3e-3),
 }

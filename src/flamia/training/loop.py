@@ -22,7 +22,7 @@ from .attention import get_attention
 from .config import TrainConfig
 from .data import Corpus, PackedRows, Row, load_corpus
 from .evaluation import Evaluation, evaluate
-from .model import GPT
+from .model import GPT, Attend
 
 VALIDATION_SEED = 20_240  # the same validation rows for every run with the same corpus, tokens and context
 
@@ -73,6 +73,29 @@ def learning_rate(config: TrainConfig, step: int) -> float:
         return config.lr * (step + 1) / warmup
     done = (step - warmup) / max(1, config.steps - 1 - warmup)
     return config.lr * (config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+
+def train_step(
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    row: Row,
+    max_seqlen: int,
+    attend: Attend,
+    *,
+    clip: float,
+    autocast: bool,
+) -> tuple[Tensor, Tensor]:
+    """One optimiser step on a packed row: mean loss and gradient norm before clipping, both still on the device.
+
+    `max_seqlen` bounds the longest document; `autocast` is BF16 outside of attention too.
+    """
+    with torch.autocast(row.tokens.device.type, dtype=torch.bfloat16, enabled=autocast):
+        loss = model.loss(row.tokens, row.targets, row.cu_seqlens, max_seqlen, attend).mean()
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    return loss.detach(), norm
 
 
 def run(config: TrainConfig, progress: Progress | None = None, *, corpus: Corpus | None = None) -> Result:
@@ -152,17 +175,12 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         row = next(self.rows).to(self.device)
-        loss = self._losses(row).mean()
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
-        self.optimizer.step()
+        config = self.config
+        loss, norm = train_step(
+            self.model, self.optimizer, row, config.context, self.attend, clip=config.clip, autocast=config.autocast
+        )
         self.step += 1
-        return lr, loss.detach(), norm
-
-    def _losses(self, row: Row) -> Tensor:
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.autocast):
-            return self.model.loss(row.tokens, row.targets, row.cu_seqlens, self.config.context, self.attend)
+        return lr, loss, norm
 
     def _read(self, pending: list[tuple[int, float, Tensor, Tensor]], clock: float) -> Report:
         """Brings the losses since the last read to the host, checks and logs them."""

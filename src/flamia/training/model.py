@@ -60,6 +60,11 @@ MODELS: dict[str, ModelConfig] = {
     "tiny": ModelConfig(layers=2, width=128, head_dim=64, hidden=384),
     # The byte-level model of the paper's leakage experiments (section 4.5).
     "paper": ModelConfig(layers=6, width=1024, head_dim=128, hidden=2816),
+    # The shape of a Llama of a billion parameters. Text needs 257 entries of its vocabulary; the rest are there so that
+    # the head costs what it costs.
+    "1b": ModelConfig(
+        layers=16, width=2048, head_dim=128, hidden=8192, vocabulary=32_000, rotary_base=500_000.0, recompute=True
+    ),
     # Finds a leak within a minute on two cores: two keys a query, so that rounding noise cannot hide what
     # the scale tells, and values large and uneven enough to move the scale from the first step.
     "probe": ModelConfig(layers=1, width=64, head_dim=64, hidden=512, window=2, value_gain=20.0, embedding_spread=1.0),
@@ -109,7 +114,7 @@ class Attention(nn.Module):
         q, k = rotate(q, table), rotate(k, table)
         # Every attention, the exact one too, is given the same BF16 tensors.
         o = attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), cu_seqlens, max_seqlen)
-        return self.out(o.to(x.dtype).flatten(1))
+        return self.out(o.to(v.dtype).flatten(1))
 
 
 class SwiGLU(nn.Module):
@@ -181,7 +186,9 @@ class GPT(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             if self.config.recompute and torch.is_grad_enabled():
-                x = checkpoint(layer, x, table, cu_seqlens, max_seqlen, attend, use_reentrant=False)
+                # Nothing in a layer is random, and reading the generator's state is refused while a graph is captured.
+                arguments = (x, table, cu_seqlens, max_seqlen, attend)
+                x = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(x, table, cu_seqlens, max_seqlen, attend)
         return self.head(self.norm(x))
