@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from softgpu.execute.wgmma import SMALLEST, add_eight_bit
 
 from flamia.reference.tensor_core import DEPTH, hopper_product
+from softgpu.execute.wgmma import SMALLEST, add_eight_bit
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper device")

@@ -104,8 +104,8 @@ def _exponents(x, smallest):
 def add_eight_bit(a, b, old, smallest_a, smallest_b):
     """Decoded 8-bit operands a [m, 32] and b [n, 32] on top of old [m, n], as a Hopper chip adds them; float32 [m, n].
 
-    Products and sum are aligned to the largest exponent (of a product: the sum of its factors', subnormal codes having the
-    smallest of their type), cut off 13 bits behind it, added, and cut off 13 bits behind the leading bit.
+    Products and sum are aligned to the largest exponent (of a product: the sum of its factors', subnormal codes having
+    the smallest of their type), cut off 13 bits behind it, added, and cut off 13 bits behind the leading bit.
     """
     old = np.broadcast_to(np.float32(old), (a.shape[0], b.shape[0]))
     top = (_exponents(a, smallest_a)[:, None] + _exponents(b, smallest_b)[None]).max(-1).astype(np.int32)
