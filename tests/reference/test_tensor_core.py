@@ -49,10 +49,8 @@ def test_subnormal_codes_and_nan():
 
 
 def test_sums_within_13_bits_are_exact():
-    a, b = (
-        torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(0)).double()
-        for shape in ((2, 9, 100), (2, 100, 7))
-    )
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-3, 4, shape, generator=g).double() for shape in ((2, 9, 100), (2, 100, 7)))
     assert torch.equal(hopper_product(a, b), exact_product(a, b))
 
 
