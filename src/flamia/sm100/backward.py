@@ -28,7 +28,7 @@ REDUCTION, LOAD, NUMBERS, PRODUCTS = 8, 12, 13, 14  # first warp of each role; w
 COMPUTE_REGISTERS, REDUCTION_REGISTERS, OTHER_REGISTERS = 184, 96, 48
 HALF = TILE // 2  # keys of a warpgroup
 BLOCKS = HALF // BLOCK
-ARCHS = ("sm_100a", "sm_103a")
+EMULATED = {"sm_100a": 4, "sm_103a": 0}  # pairs of powers of 16 that multiply-adds compute (docs/kernels.md)
 # Numbers of a query in shared memory
 ADD, FACTOR, LESS, DO = range(4)  # 8 - lse2, c 2^e_Q, -delta, 2^e_dO
 # Columns of the scale factors: ``BackwardTensorMemory.scales``
@@ -44,7 +44,7 @@ class Backward:
         deterministic: key tiles add to dq in the order of the list.
         exact: every token has an exponent of its own, and dS for dq one per query and 32 keys.
         arch: target. stages: tiles of Q and of dO in flight.
-        emulated: of 16 pairs of powers, those that multiply-adds compute.
+        emulated: of 16 pairs of powers, those that multiply-adds compute; None: as ``EMULATED`` says.
     """
 
     def __init__(
@@ -59,19 +59,20 @@ class Backward:
         exact: bool = False,
         arch: str = "sm_100a",
         stages: int = 3,
-        emulated: int = 0,
+        emulated: int | None = None,
     ) -> None:
         if head_dim not in (64, 128):
             raise ValueError(f"head_dim must be 64 or 128, got {head_dim}")
-        if arch not in ARCHS:
-            raise ValueError(f"arch must be {' or '.join(ARCHS)}, got {arch!r}")
+        if arch not in EMULATED:
+            raise ValueError(f"arch must be {' or '.join(EMULATED)}, got {arch!r}")
         if stages not in (2, 3):
             raise ValueError(f"stages must be 2 or 3, got {stages}")
-        if not 0 <= emulated <= 16:
+        self.emulated = EMULATED[arch] if emulated is None else emulated
+        if not 0 <= self.emulated <= 16:
             raise ValueError(f"emulated must be 0 to 16 pairs of 16, got {emulated}")
         self.head_dim, self.ratio, self.masks, self.arch, self.stages = head_dim, ratio, masks, arch, stages
         self.rotate, self.causal_scale, self.deterministic = rotate, causal_scale, deterministic
-        self.exact, self.emulated = exact, emulated
+        self.exact = exact
         self.tensor = BackwardTensorMemory(head_dim)
         self.shared = BackwardSharedMemory(head_dim, stages, exact)
 
