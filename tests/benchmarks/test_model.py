@@ -157,6 +157,7 @@ def test_the_command_measures_models_on_rows(monkeypatch, capsys, as_json):
     ("option", "message"),
     [
         (["--models", "huge"], "models='huge' is unknown: it must be one of tiny, paper, 1b, probe"),
+        (["--recipes", "fp4"], "recipes='fp4' has no kernels to time: its format must be mxfp8 or nvfp4"),
         (["--peers", "cudnn-fp8"], "peers='cudnn-fp8' is unknown: it must be one of fa4-bf16, sdpa"),
     ],
 )

@@ -90,7 +90,8 @@ def bench(
         _show(rows, as_json, render)
         return
     chosen = recipes or "mxfp8"
-    get_recipe(chosen)
+    if get_recipe(chosen).format not in train.FLOORS:
+        raise ValueError(f"recipes={chosen!r} has no kernels to time: its format must be {' or '.join(train.FLOORS)}")
     rivals = tuple(model.PEERS if subject is Subject.model else PEERS)
     named = _known("peers", peers, rivals) if peers is not None else rivals
     if subject is Subject.model:
