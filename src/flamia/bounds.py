@@ -10,6 +10,9 @@ from flamia.plan import Plan
 # A folded weight whose V exponent is this far below the group's largest may be a subnormal code or zero while the
 # weight itself is not small: it then enters the row sum unrounded.
 FOLD_RANGE = 6
+# Exact operands, folded: a column of the value product sums the codes of keys whose V exponents lie in one window of so
+# many, from the smallest that V's exponents have. Keys above the last window are summed apart.
+SUM_WINDOW, SUM_WINDOWS = 16, 8
 ACCUMULATOR_TARGET = {"mxfp8": 15, "nvfp4": 15, "fp4": 14}  # log2 of the bound of prescaled FP16 sums (paper A.4)
 
 

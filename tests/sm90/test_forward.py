@@ -238,7 +238,9 @@ def test_later_tokens_do_not_reach_back(soft_device, head_dim, len_q, seen):
     launch = kernels(soft_device, head_dim, 2, CAUSAL, exact=True)
     ends = torch.tensor(len_q).cumsum(0).tolist()
     later = [(stop, end) for (_, stop), end in zip(seen, ends, strict=True)]
-    first, second = (Case(len_q, len_q, 2, 1, head_dim, None, 0, spread=1, exact_operands=True, later=x) for x in ((), later))
+    first, second = (
+        Case(len_q, len_q, 2, 1, head_dim, None, 0, spread=1, exact_operands=True, later=x) for x in ((), later)
+    )
     assert second.uneven().any()
     got, again = first.run(launch), second.run(launch)
     for start, stop in seen:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from flamia import formats
-from flamia.bounds import FOLD_RANGE, uneven_documents
+from flamia.bounds import FOLD_RANGE, SUM_WINDOW, SUM_WINDOWS, uneven_documents
 from flamia.documents import Documents
 from flamia.plan import Plan
 from flamia.quantize.payloads import E4M3Payload, Payloads
+from flamia.quantize.reference import VALUE_MIN_EXPONENT
 from flamia.reference import counters
 from flamia.reference.backward import PROBABILITY_SHIFT, over_chunks, prescale
 from flamia.reference.chunks import Chunk, chunks
@@ -146,6 +147,8 @@ class _ForwardRows:
             column = formats.pow2((tops - e_v).clamp(max=FOLD_RANGE)).transpose(1, 2)
             by_core = hopper_product(codes, column).squeeze(-1) * formats.pow2(-tops).squeeze(-1)
             sums = torch.where(self.even.unsqueeze(-1), by_core, sums)
+        elif self.scores.hopper and self.plan.per_token and recipe.row_sum == "codes":
+            sums = _window_sums(codes, counted, e_v)
         factor = torch.where(now == self.reference, 1.0, exp2(self.reference - now))
         self.out = self.out * factor.unsqueeze(-1) + self.product(codes, v)
         self.total = self.total * factor + sums
@@ -160,6 +163,21 @@ class _ForwardRows:
         m = torch.where(self.fraction == -torch.inf, 0.0, m)
         inverse, lse2 = torch.where(bad, self.total, inverse), torch.where(bad, self.total, lse2)
         return self.out * inverse.unsqueeze(-1), lse2, m
+
+
+def _window_sums(codes: Tensor, counted: Tensor, e_v: Tensor) -> Tensor:
+    """Sums FP32 [N, m] of ``counted`` 2^(-e_V) as Hopper's tensor core makes them of codes, FP64 [N, m, w] both.
+
+    A column per window of exponents, so that no other key decides how a code is cut off; what columns miss is added in
+    FP32. e_v: int32 [N, 1, w].
+    """
+    window, place = (e_v - VALUE_MIN_EXPONENT) // SUM_WINDOW, (e_v - VALUE_MIN_EXPONENT) % SUM_WINDOW
+    index = torch.arange(SUM_WINDOWS, device=e_v.device)
+    columns = torch.where(window == index.view(-1, 1), formats.pow2(SUM_WINDOW // 2 - place), 0.0)  # [N, windows, w]
+    scale = formats.pow2(-(VALUE_MIN_EXPONENT + SUM_WINDOW // 2 + SUM_WINDOW * index.to(torch.int32)))
+    sums = (hopper_product(codes, columns.transpose(1, 2)) * scale).sum(-1)
+    missing = counted - torch.where(window < SUM_WINDOWS, codes, 0.0)
+    return sums + (missing * formats.pow2(-e_v)).sum(-1).to(torch.float32)
 
 
 # ----------------------------------------------------------------------------------------------------- backward

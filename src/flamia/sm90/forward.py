@@ -4,7 +4,8 @@ One producer warp loads tiles by TMA, a second one their scales, and two warpgro
 warpgroups take turns at the powers, which both of them together would wait for. A tile's partial output is one
 accumulation of the tensor core, which keeps 13 bits or so, added to FP32 registers afterwards. The value product has
 eight columns more than V: the first holds 2^(top - e_V), top being the tile's largest e_V, so that it sums the codes of
-the weights; the others are zero.
+the weights; the others are zero. With exact operands, nothing may depend on other keys' exponents, so each column sums
+the keys whose e_V lies in a window of its own (``softmax.token_column``).
 """
 
 from typing import Any
@@ -18,15 +19,19 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from flamia.bounds import SUM_WINDOWS
 from flamia.sm90 import softmax
-from flamia.sm90.instructions import arrive_after, as_float, pack_half
+from flamia.sm90.instructions import arrive_after, arrive_after_all, as_float, lane_here, pack_half
 from flamia.sm90.work import TILE, Item, Masks, Tables, item_at
 
-SUM_COLUMNS = 8
+SUM_COLUMNS = SUM_WINDOWS  # the least that a value product can have more
 THREADS = 384
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
+EXACT_PRODUCER_REGISTERS = 32
 FIRST_TURN = 1  # barriers on which the first and the second warpgroup wait for their turn at the powers
 UNIT = 8  # scales of a tile in shared memory, FP32: 2^e_K and e_V of its four blocks, and 2^-top (careful: 0)
+# The same for exact operands: 2^e_K and e_V + a of every key (``Forward.numbers``), and whether sums need corrections.
+K_SCALE, V_EXPONENT, FLAG = (i * softmax.TOKEN_NUMBERS for i in range(3))
 
 
 class Forward:
@@ -38,9 +43,10 @@ class Forward:
         careful: sums rows block by block in registers, for documents whose V exponents vary too much for the column
             that sums codes. A launch of each kind does all items: each passes over the other's. row_sum "weights" is
             one careful launch.
+        exact: every token has an exponent of its own. One launch, not careful, does all documents.
 
     Raises:
-        ValueError: a head dimension or number of stages that there is no kernel for.
+        ValueError: a head dimension, number of stages or combination that there is no kernel for.
     """
 
     def __init__(
@@ -53,16 +59,21 @@ class Forward:
         tau: float = 4.0,
         row_sum: str = "codes",
         careful: bool = False,
+        exact: bool = False,
         stages: int = 4,
     ) -> None:
         if head_dim not in (64, 128):
             raise ValueError(f"head_dim must be 64 or 128, got {head_dim}")
         if stages not in (2, 4):
             raise ValueError(f"stages must be 2 or 4, got {stages}")
+        if exact and careful:
+            raise ValueError("careful must be False with exact=True, whose row sums serve every document, got True")
         self.head_dim, self.ratio, self.masks, self.stages = head_dim, ratio, masks, stages
         self.bits = stages.bit_length() - 1
         self.p_shift, self.tau, self.weights = p_shift, tau, row_sum == "weights"
-        self.careful = careful or self.weights
+        self.exact, self.careful = exact, careful or (self.weights and not exact)
+        self.scales = FLAG + 4 if exact else 16  # numbers of a tile in shared memory
+        self.waiting = 6 * (THREADS - 128) if exact else 0  # and behind them ``held``
         self.value_rows = head_dim + SUM_COLUMNS
 
     @cute.jit
@@ -118,7 +129,7 @@ class Forward:
             k_empty: cute.struct.MemRange[Int64, stages]
             v_full: cute.struct.MemRange[Int64, stages]
             v_empty: cute.struct.MemRange[Int64, stages]
-            scales: cute.struct.Align[cute.struct.MemRange[Float32, stages * 16], 128]
+            scales: cute.struct.Align[cute.struct.MemRange[Float32, stages * self.scales + self.waiting], 128]
             sQ: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sQ_layout)], 1024]
             sK: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sK_layout)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sV_layout)], 1024]
@@ -170,18 +181,20 @@ class Forward:
         sQ = storage.sQ.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)
         sK = storage.sK.get_tensor(sK_layout.outer, swizzle=sK_layout.inner)
         sV = storage.sV.get_tensor(sV_layout.outer, swizzle=sV_layout.inner)
-        scales = cute.make_tensor(storage.scales.data_ptr(), cute.make_layout((self.stages, 16), stride=(16, 1)))
+        table = cute.make_layout((self.stages, self.scales), stride=(self.scales, 1))
+        scales = cute.make_tensor(storage.scales.data_ptr(), table)
         heads = mQ.shape[2]
         work = (tables.count[0] * heads, heads, tables, scalars)
         if warp < 4:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(EXACT_PRODUCER_REGISTERS if self.exact else PRODUCER_REGISTERS)
             if warp == 0:
                 box = cute.make_layout(
                     (*sV_box.outer.shape, self.stages), stride=(*sV_box.outer.stride, self.value_rows * TILE)
                 )
                 self.load(atoms, sources, sQ, sK, cute.make_tensor(sV.iterator, box), work, barriers)
             if warp == 1:
-                self.load_scales(exponents, scales, sV_words, work, barriers)
+                load_scales = self.load_token_scales if const_expr(self.exact) else self.load_scales
+                load_scales(exponents, scales, sV_words, work, barriers)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.compute(mmas, (sQ, sK, sV), scales, exponents[0], outputs, work, barriers)
@@ -200,7 +213,7 @@ class Forward:
 
     def item(self, at, work) -> Item:
         _, heads, tables, (_, left, right, section) = work
-        kind = "all" if self.weights else "uneven" if self.careful else "even"
+        kind = "all" if self.weights or self.exact else "uneven" if self.careful else "even"
         return item_at(at, heads, self.ratio, section, left, right, tables, self.masks, kind)
 
     @cute.jit
@@ -281,6 +294,54 @@ class Forward:
             at += step
 
     @cute.jit
+    def load_token_scales(self, exponents, scales, sV_words, work, barriers):
+        """``load_scales`` for exact operands. A lane has four keys: those of a 32-bit word of V's columns.
+
+        They are neighbours in the order of ``numbers``, too.
+        """
+        _, _, k_full, k_empty, _, v_empty = barriers
+        _, eK, eV = exponents
+        lane = cute.arch.lane_idx()
+        first = lane // 4 * 16 + lane % 4 * 2  # of keys first + {0, 1, 8, 9}
+        at, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        tile = Int32(0)
+        while at < work[0]:
+            item = self.item(at, work)
+            for j in cutlass.range(item.first, item.stop, unroll=1):
+                stage, phase = tile & (self.stages - 1), ((tile >> self.bits) + 1) & 1
+                k_scale, v_exponent = (cute.make_rmem_tensor((4,), Float32) for _ in range(2))
+                columns, codes = [], []
+                flag = item.uneven
+                for i in cutlass.range_constexpr(4):
+                    key = j * TILE + first + 8 * (i // 2) + i % 2
+                    token = item.k_start + cutlass.min(key, item.len_k - 1)
+                    v = Int32(eV[item.kv, token])
+                    k_scale[i] = as_float(Int32(eK[item.kv, token]) << 23)
+                    v_exponent[i] = Float32.nan if v == 255 else Float32(v + (self.p_shift - 127))
+                    column, code = softmax.token_column(v)
+                    columns, codes = [*columns, column], [*codes, code << 8 * i]
+                    flag = 1 if column >= SUM_COLUMNS else flag
+                flag = cute.arch.vote_any_sync(flag != 0)
+                cute.arch.mbarrier_wait(k_empty + stage, phase)
+                cute.arch.mbarrier_wait(v_empty + stage, phase)
+                for row in cutlass.range_constexpr(SUM_COLUMNS):
+                    word = Int32(0)
+                    for i in cutlass.range_constexpr(4):
+                        word = word | (codes[i] if columns[i] == row else Int32(0))
+                    # 16-byte pieces of a row are swizzled by its number.
+                    sV_words[stage, (self.head_dim + row) * TILE // 4 + ((lane // 4) ^ row) * 4 + lane % 4] = word
+                for start, numbers in ((K_SCALE, k_scale), (V_EXPONENT, v_exponent)):
+                    cute.autovec_copy(numbers, self.numbers(scales, start)[None, lane // 4, lane % 4, stage])
+                if lane == 0:
+                    scales[stage, FLAG] = Float32(1.0) if flag else Float32(0.0)
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(k_full + stage)
+                tile += 1
+            at += step
+
+    @cute.jit
     def compute(self, mmas, shared, scales, eQ, outputs, work, barriers):
         """A warpgroup: 64 queries of each item."""
         q_full, q_empty, k_full, _, v_full, v_empty = barriers
@@ -308,14 +369,20 @@ class Forward:
             cute.arch.barrier_arrive(barrier_id=FIRST_TURN, number_of_threads=256)
         while at < work[0]:
             item = self.item(at, work)
+            if const_expr(self.exact):
+                first_row, lane = self.place_here()
             row = item.q0 + first_row + lane // 4
             softmax.reset(rows)
             out.fill(0.0)
-            query = item.q_start + cutlass.min(item.q0 + first_row, item.len_q - 1)
-            q_scale = work[3][0] * as_float(Int32(eQ[item.head, query]) << 23)
+            q_scale = None
+            if const_expr(self.exact):
+                softmax.hold(self.held(scales), [self.q_scale(eQ, item, work[3][0], row + 8 * r) for r in range(2)])
+            else:
+                q_scale = self.q_scale(eQ, item, work[3][0], item.q0 + first_row)
             cute.arch.mbarrier_wait(q_full, n & 1)
             if item.first < item.stop:
-                place = (row, item.shift, item.len_k)
+                # Where rows are masked, exact operands add the lane's part of the row themselves (``refer``).
+                place = (item.q0 + first_row if const_expr(self.exact) else row, item.shift, item.len_k)
                 common = (operands, registers, scales, barriers, q_scale, place, work[3])
                 stage = tile & (self.stages - 1)
                 cute.arch.mbarrier_wait(k_full + stage, (tile >> self.bits) & 1)
@@ -335,14 +402,29 @@ class Forward:
                 cute.arch.mbarrier_wait(v_full + stage, (tile >> self.bits) & 1)
                 self.gemm(mma_pv, partial, tOrP, tOrV[None, None, None, stage])
                 warpgroup.wait_group(0)
-                self.promote(out, partial, rows, softmax.NOW, scales[stage, UNIT])
+                self.promote(out, partial, rows, softmax.NOW, self.unit(scales, stage))
                 self.release(v_empty + stage)
                 tile += 1
             self.release(q_empty)
+            if const_expr(self.exact):
+                first_row, lane = self.place_here()
+                row = item.q0 + first_row + lane // 4
+                softmax.take_back(rows, self.held(scales))
             if item.mine != 0:
                 self.store(out, rows, outputs, item, row, lane)
             n += 1
             at += step
+
+    def held(self, scales):
+        """Numbers of this thread's rows that wait in shared memory (``softmax.hold``)."""
+        first_row, lane = self.place_here()
+        start = self.stages * self.scales + 2 * first_row + lane
+        threads = THREADS - 128
+        return cute.make_tensor(scales.iterator + start, cute.make_layout((2, 3), stride=(threads, 2 * threads)))
+
+    def place_here(self):
+        """This warp's first row and the lane, read anew: registers are scarce."""
+        return (cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4) * 16, lane_here()
 
     @cute.jit
     def step(self, tile, j, masked: cutlass.Constexpr, operands, registers, scales, barriers, q_scale, place, scalars):
@@ -363,12 +445,15 @@ class Forward:
         cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=256)
         self.gemm(mma_pv, partial, tOrP, tOrV[None, None, None, before])
         s = softmax.view(scores)
-        softmax.powers(s, *scaling)
+        self.powers(s, scaling)
         with cute.arch.elect_one():
-            arrive_after(k_empty + stage, s[1, 0, 15], s[1, 1, 15])
+            if const_expr(self.exact):
+                arrive_after_all(k_empty + stage, [s[1, r, j] for r in range(2) for j in range(1, 16, 2)])
+            else:
+                arrive_after(k_empty + stage, s[1, 0, 15], s[1, 1, 15])
         cute.arch.barrier_arrive(barrier_id=FIRST_TURN + 1 - group, number_of_threads=256)
         warpgroup.wait_group(0)
-        unit = scales[before, UNIT]
+        unit = self.unit(scales, before)
         self.release(v_empty + before)
         self.promote(out, partial, rows, softmax.LAST, unit)
         self.encode(tile, bounds, *common)
@@ -379,7 +464,7 @@ class Forward:
         """Scores of an item's first key tile -> weights, in place; K's stage is free then."""
         s = softmax.view(registers[0])
         scaling, bounds = self.refer(tile, j, masked, operands, registers, scales, barriers, q_scale, place, scalars)
-        softmax.powers(s, *scaling)
+        self.powers(s, scaling)
         self.release(barriers[3] + (tile & (self.stages - 1)))
         return bounds
 
@@ -395,24 +480,79 @@ class Forward:
         stage = tile & (self.stages - 1)
         s = softmax.view(scores)
         bounds = None
+        if const_expr(masked and self.exact):
+            row += lane_here() // 4
         if const_expr(masked):
             bounds = softmax.mask(s, row, j * TILE, shift, len_k, left, right, self.masks)
         fresh = masked or self.masks.left
+        if const_expr(self.exact):
+            k_scale, v_exponent = (self.per_key(scales, start, stage) for start in (K_SCALE, V_EXPONENT))
+            held = self.held(scales)
+            return softmax.token_references(s, rows, held, k_scale, v_exponent, self.tau, self.p_shift, fresh), bounds
         k_scale = [scales[stage, b] for b in range(4)]
         v_exponent = [scales[stage, 4 + b] for b in range(4)]
         return softmax.row_references(s, rows, k_scale, v_exponent, q_scale, self.tau, self.p_shift, fresh), bounds
+
+    @cute.jit
+    def powers(self, s, scaling):
+        """Scores of a key tile -> weights, in place. scaling: what ``refer`` has returned."""
+        if const_expr(self.exact):
+            softmax.token_powers(s, scaling)
+        else:
+            softmax.powers(s, *scaling)
+
+    def q_scale(self, eQ, item, score_scale, row):
+        """c 2^e_Q of a query of the document, or of its last."""
+        query = item.q_start + cutlass.min(row, item.len_q - 1)
+        return score_scale * as_float(Int32(eQ[item.head, query]) << 23)
+
+    def numbers(self, scales, start):
+        """A table of numbers of keys as [four neighbours, k, thread-column, stage].
+
+        A thread's numbers lie in a row, and 16-byte loads of four thread-columns share no bank.
+        """
+        layout = cute.make_layout((4, TILE // 16, 4, self.stages), stride=(1, 4, softmax.STRIDE, self.scales))
+        return cute.make_tensor(scales.iterator + start, layout)
+
+    def per_key(self, scales, start, stage):
+        """A function of k that loads four of this thread's numbers, of its keys in columns 2k and 2k + 1."""
+        table, column = self.numbers(scales, start), lane_here() % 4
+
+        def load(k):
+            numbers = cute.make_rmem_tensor((4,), Float32)
+            cute.autovec_copy(table[None, k, column, stage], numbers)
+            return numbers
+
+        return load
+
+    def unit(self, scales, stage):
+        """What the sums of codes of a tile are multiplied by; with exact operands per column."""
+        if self.exact:
+            lane = lane_here()
+            return [softmax.column_scale(lane, c) for c in range(2)]
+        return scales[stage, UNIT]
 
     @cute.jit
     def encode(self, tile, bounds, operands, registers, scales, barriers, q_scale, place, scalars):
         """Weights -> codes in the registers that the value product reads."""
         scores, _, _, p, rows = registers
         s = softmax.view(scores)
+        stage = tile & (self.stages - 1)
         if const_expr(self.careful):
-            stage = tile & (self.stages - 1)
             v_exponent = [scales[stage, 4 + b] for b in range(4)]
             softmax.note_exponents(rows, v_exponent, bounds)
             softmax.slow_sums(s, rows, v_exponent, self.weights)
         softmax.codes(s, p)
+        if const_expr(self.exact):
+            # Moved on here and not by ``promote``, so that what is added here need not be kept until then.
+            for r in cutlass.range_constexpr(2):
+                rows[r, softmax.SUM] = rows[r, softmax.SUM] * rows[r, softmax.NOW]
+            if const_expr(self.weights):
+                softmax.token_weights(s, rows, self.per_key(scales, V_EXPONENT, stage), self.p_shift)
+            # Which documents come here depends on later keys; what they get does not (``token_corrections``).
+            elif scales[stage, FLAG] != 0.0:
+                v_exponents = self.per_key(scales, V_EXPONENT, stage), self.per_key(scales, V_EXPONENT, stage)
+                softmax.token_corrections(s, p, rows, self.held(scales), v_exponents, self.p_shift, bounds)
 
     @cute.jit
     def gemm(self, mma, accumulator, a, b):
@@ -436,8 +576,12 @@ class Forward:
         p = cute.make_tensor(partial.iterator, cute.make_layout((2, 2, self.value_rows // 8)))
         for r in cutlass.range_constexpr(2):
             factor = rows[r, which]
-            sums = rows[r, softmax.EXTRA] if const_expr(self.careful) else p[0, r, self.head_dim // 8] * unit
-            rows[r, softmax.SUM] = rows[r, softmax.SUM] * factor + sums
+            if const_expr(not self.exact):
+                sums = rows[r, softmax.EXTRA] if const_expr(self.careful) else p[0, r, self.head_dim // 8] * unit
+                rows[r, softmax.SUM] = rows[r, softmax.SUM] * factor + sums
+            elif const_expr(not self.weights):
+                for c in cutlass.range_constexpr(2):
+                    rows[r, softmax.SUM] = rows[r, softmax.SUM] + p[c, r, self.head_dim // 8] * unit[c]
             for j in cutlass.range_constexpr(self.head_dim // 8):
                 for c in cutlass.range_constexpr(2):
                     out[c, r, j] = out[c, r, j] * factor + p[c, r, j]

@@ -37,6 +37,19 @@ def sum_e4m3(word: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
 
 
 @dsl_user_op
+def unpack_e4m3(word: Int32, *, loc: Any = None, ip: Any = None) -> list[Float32]:
+    """Values of four E4M3 codes, the lowest byte first."""
+    text = (
+        "{\n\t.reg .b16 lo, hi, x, y;\n\t.reg .b32 a, b;\n\tmov.b32 {lo, hi}, $4;\n\t"
+        "cvt.rn.f16x2.e4m3x2 a, lo;\n\tcvt.rn.f16x2.e4m3x2 b, hi;\n\tmov.b32 {x, y}, a;\n\tcvt.f32.f16 $0, x;\n\t"
+        "cvt.f32.f16 $1, y;\n\tmov.b32 {x, y}, b;\n\tcvt.f32.f16 $2, x;\n\tcvt.f32.f16 $3, y;\n\t}"
+    )
+    result = llvm.StructType.get_literal([T.f32()] * 4)
+    values = _asm(result, [Int32(word).ir_value(loc=loc, ip=ip)], text, "=f,=f,=f,=f,r")
+    return [Float32(llvm.extractvalue(T.f32(), values, [i], loc=loc, ip=ip)) for i in range(4)]
+
+
+@dsl_user_op
 def pack_half(a: Float32, b: Float32, kind: str, *, loc: Any = None, ip: Any = None) -> Int32:
     """Two numbers as ``kind`` "bf16" or "f16", a in the low half."""
     values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
@@ -158,6 +171,19 @@ def arrive_after(barrier: Any, a: Float32, b: Float32, *, loc: Any = None, ip: A
         "add.u32 y, x, $0;\n\tmbarrier.arrive.shared::cta.b64 _, [y];\n\t}"
     )
     _asm(None, values, text, "r,f,f", effects=True)
+
+
+@dsl_user_op
+def arrive_after_all(barrier: Any, numbers: list[Float32], *, loc: Any = None, ip: Any = None) -> None:
+    """``arrive_after`` of any count of numbers, which are never negative."""
+    values = [Int32(barrier.toint()), *(Float32(x) for x in numbers)]
+    moves = "".join(f"mov.b32 y, ${i};\n\tor.b32 x, x, y;\n\t" for i in range(2, len(values)))
+    text = (
+        f"{{\n\t.reg .b32 x, y;\n\tmov.b32 x, $1;\n\t{moves}shr.u32 x, x, 31;\n\tadd.u32 y, x, $0;\n\t"
+        "mbarrier.arrive.shared::cta.b64 _, [y];\n\t}"
+    )
+    values = [x.ir_value(loc=loc, ip=ip) for x in values]
+    _asm(None, values, text, ",".join("r" + "f" * len(numbers)), effects=True)
 
 
 def quad_max(x: Float32) -> Float32:

@@ -2,6 +2,10 @@
 
 A thread holds two rows, g and g + 8 of its warp's sixteen: ``tile[column in pair, row, group of 8 keys]``. Scales are
 those of 32-key blocks, four to a tile: ``k_scale[b]`` = 2^e_K and ``v_exponent[b]`` = e_V.
+
+Functions named ``token_...`` are for exact operands, where every token has scales of its own. A thread's 32 keys have
+too many for registers: ``k_scale`` and ``v_exponent`` are functions of k there, which load from shared memory those of
+the thread's four keys in groups 2k and 2k + 1.
 """
 
 from typing import Any
@@ -10,13 +14,29 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from flamia.bounds import FOLD_RANGE
-from flamia.sm90.instructions import as_float, ceil, exp2, log2, pack_e4m3, quad_max, quad_sum, sum_e4m3
+from flamia.bounds import FOLD_RANGE, SUM_WINDOW, SUM_WINDOWS
+from flamia.quantize.reference import VALUE_MIN_EXPONENT
+from flamia.sm90.instructions import (
+    as_float,
+    ceil,
+    exp2,
+    lane_here,
+    log2,
+    pack_e4m3,
+    quad_max,
+    quad_sum,
+    sum_e4m3,
+    unpack_e4m3,
+)
 from flamia.sm90.work import TILE
 
 GRID = 4096.0  # f lies on a grid of 2^-12, as in the twin
 # Per-row registers: f, R, row sum, what to add to it, largest x, largest e_V seen, factors of the last and this tile.
 F, R, SUM, EXTRA, TOP_X, TOP_E, LAST, NOW = range(8)
+# With exact operands, what no register is left for between tiles: c 2^e_Q, largest x, largest e_V seen.
+HELD_Q, HELD_X, HELD_E = range(3)
+STRIDE = 36  # 32-bit words between the numbers of neighbouring thread-columns: 16-byte loads of four share no bank
+TOKEN_NUMBERS = 4 * STRIDE
 
 
 def view(scores: cute.Tensor) -> cute.Tensor:
@@ -93,23 +113,32 @@ def row_references(
         rows[r, TOP_X] = cute.arch.fmax(rows[r, TOP_X], xs[r])
     adds = []
     for r in cutlass.range_constexpr(2):
-        if const_expr(fresh):
-            f = ceil(quad_max(xs[r]) * GRID) * (1.0 / GRID)
-            rows[r, F] = f if rows[r, F] == -Float32.inf else rows[r, F]
-        old = rows[r, R]
-        stepped = rows[r, F] + ceil(zs[r] - rows[r, F])
-        new = stepped if zs[r] - old > tau else old
-        rows[r, LAST] = rows[r, NOW]
-        safe = new
-        if const_expr(fresh):
-            new = -Float32.inf if zs[r] == -Float32.inf and old == -Float32.inf else new
-            safe = Float32(0.0) if new == -Float32.inf else new
-            rows[r, NOW] = exp2(old - new) if old != -Float32.inf else Float32(0.0)
-        else:
-            rows[r, NOW] = exp2(old - new)
-        rows[r, R] = new
+        safe = _move(rows, r, xs[r], zs[r], tau, fresh)
         adds.append([(v_exponent[b] + shift) - safe for b in range(4)])
     return factor, adds
+
+
+@cute.jit
+def _move(
+    rows: cute.Tensor, r: cutlass.Constexpr, top_x: Float32, top_z: Float32, tau: float, fresh: cutlass.Constexpr
+) -> Float32:
+    """Move f and R of row r on; returns R, 0 where there is none. top_x: of this thread; top_z: of the row."""
+    if const_expr(fresh):
+        f = ceil(quad_max(top_x) * GRID) * (1.0 / GRID)
+        rows[r, F] = f if rows[r, F] == -Float32.inf else rows[r, F]
+    old = rows[r, R]
+    stepped = rows[r, F] + ceil(top_z - rows[r, F])
+    new = stepped if top_z - old > tau else old
+    rows[r, LAST] = rows[r, NOW]
+    safe = new
+    if const_expr(fresh):
+        new = -Float32.inf if top_z == -Float32.inf and old == -Float32.inf else new
+        safe = Float32(0.0) if new == -Float32.inf else new
+        rows[r, NOW] = exp2(old - new) if old != -Float32.inf else Float32(0.0)
+    else:
+        rows[r, NOW] = exp2(old - new)
+    rows[r, R] = new
+    return safe
 
 
 def _max4(v: list[Float32]) -> Float32:
@@ -124,6 +153,69 @@ def powers(s: cute.Tensor, factor: Any, adds: Any) -> None:
             for j in cutlass.range_constexpr(2):
                 for c in cutlass.range_constexpr(2):
                     s[c, r, 2 * k + j] = exp2(s[c, r, 2 * k + j] * factor[k // 2] + adds[r][k // 2])
+
+
+@cute.jit
+def hold(held: cute.Tensor, q_scale: Any) -> None:
+    """Start a tile of queries: c 2^e_Q of each row, and nothing seen yet."""
+    for r in cutlass.range_constexpr(2):
+        held[r, HELD_Q], held[r, HELD_X], held[r, HELD_E] = q_scale[r], -Float32.inf, -Float32.inf
+
+
+@cute.jit
+def take_back(rows: cute.Tensor, held: cute.Tensor) -> None:
+    """What ``finish`` needs."""
+    for r in cutlass.range_constexpr(2):
+        rows[r, TOP_X] = held[r, HELD_X]
+
+
+@cute.jit
+def token_references(
+    s: cute.Tensor,
+    rows: cute.Tensor,
+    held: cute.Tensor,
+    k_scale: Any,
+    v_exponent: Any,
+    tau: float,
+    shift: int,
+    fresh: cutlass.Constexpr,
+) -> Any:
+    """Scores -> z + a, in place, and f and R of both rows move on; returns R per row, 0 where there is none.
+
+    v_exponent: e_V + a. shift: a. fresh: as in ``row_references``.
+    """
+    q_scale = [held[r, HELD_Q] for r in range(2)]
+    xs: list[Any] = [[], []]  # two chains of maxima for each row
+    zs: list[Any] = [[], []]
+    for k in cutlass.range_constexpr(TILE // 16):
+        scale, e = k_scale(k), v_exponent(k)
+        for i in cutlass.range_constexpr(4):
+            c, j = i % 2, 2 * k + i // 2
+            for r in cutlass.range_constexpr(2):
+                x = s[c, r, j] * scale[i]
+                z = x * q_scale[r] + e[i]
+                s[c, r, j] = z
+                if const_expr(j == 0):
+                    xs[r], zs[r] = [*xs[r], x], [*zs[r], z]
+                else:
+                    xs[r][c] = cute.arch.fmax(xs[r][c], x)
+                    zs[r][c] = cute.arch.fmax(zs[r][c], z)
+    moved = []
+    for r in cutlass.range_constexpr(2):
+        x = cute.arch.fmax(*xs[r]) * q_scale[r]
+        z = quad_max(cute.arch.fmax(*zs[r])) - shift
+        held[r, HELD_X] = cute.arch.fmax(held[r, HELD_X], x)
+        moved.append(_move(rows, r, x, z, tau, fresh))
+    return moved
+
+
+@cute.jit
+def token_powers(s: cute.Tensor, references: Any) -> None:
+    """z + a -> weights 2^(z - R + a), in place. references: R per row."""
+    for j in cutlass.range_constexpr(TILE // 8):
+        for r in cutlass.range_constexpr(2):
+            for c in cutlass.range_constexpr(2):
+                s[c, r, j] = exp2(s[c, r, j] - references[r])
 
 
 @cute.jit
@@ -174,6 +266,74 @@ def slow_sums(s: cute.Tensor, rows: cute.Tensor, v_exponent: Any, weights: bool)
                 chosen = coded if v_exponent[b] >= rows[r, TOP_E] - FOLD_RANGE else plain
             total = total + chosen * as_float((127 - Int32(v_exponent[b])) << 23)
         rows[r, EXTRA] = total
+
+
+@cute.jit
+def token_weights(s: cute.Tensor, rows: cute.Tensor, v_exponent: Any, shift: int) -> None:
+    """Add this thread's weights of both rows, not rounded, to their sums. v_exponent: e_V + a. shift: a."""
+    for k in cutlass.range_constexpr(TILE // 16):
+        e = v_exponent(k)
+        for i in cutlass.range_constexpr(4):
+            scale = _power_below(e[i] - shift)
+            for r in cutlass.range_constexpr(2):
+                rows[r, SUM] = rows[r, SUM] + s[i % 2, r, 2 * k + i // 2] * scale
+
+
+@cute.jit
+def token_corrections(
+    s: cute.Tensor, p: cute.Tensor, rows: cute.Tensor, held: cute.Tensor, v_exponents: Any, shift: int, bounds: Any
+) -> None:
+    """Add what V's extra columns count wrong in this tile to row sums: exactly nothing in rows that need no correction.
+
+    Weights whose V exponent is more than FOLD_RANGE below the largest that the row has seen count unrounded, and
+    codes of keys that no column serves are missing. p: the weights' codes. v_exponents: e_V + a, twice. shift: a.
+    bounds: as in ``note_exponents``.
+    """
+    lane = lane_here()
+    tops = [held[r, HELD_E] for r in range(2)]
+    for k in cutlass.range_constexpr(TILE // 16):
+        e = v_exponents[0](k)
+        for i in cutlass.range_constexpr(4):
+            key = 8 * (2 * k + i // 2) + 2 * (lane % 4) + i % 2
+            for r in cutlass.range_constexpr(2):
+                seen = e[i] - shift
+                if const_expr(bounds is not None):
+                    start, stop = bounds[r]
+                    seen = seen if key >= start and key < stop else -Float32.inf
+                tops[r] = cute.arch.fmax(tops[r], seen)
+    for r in cutlass.range_constexpr(2):
+        tops[r] = quad_max(tops[r])
+        held[r, HELD_E] = tops[r]
+    for k in cutlass.range_constexpr(TILE // 16):
+        e = v_exponents[1](k)
+        values = [unpack_e4m3(p[r + 2 * k]) for r in range(2)]
+        for i in cutlass.range_constexpr(4):
+            own = e[i] - shift
+            scale = _power_below(own)
+            for r in cutlass.range_constexpr(2):
+                code = values[r][i]
+                wanted = s[i % 2, r, 2 * k + i // 2] if own < tops[r] - FOLD_RANGE else code
+                counted = code if own < VALUE_MIN_EXPONENT + SUM_WINDOWS * SUM_WINDOW else Float32(0.0)
+                rows[r, SUM] = rows[r, SUM] + (wanted - counted) * scale
+
+
+def _power_below(e: Float32) -> Float32:
+    """2^-e of an exponent of V."""
+    return as_float((127 - Int32(e)) << 23)
+
+
+def column_scale(lane: Int32, c: int) -> Float32:
+    """What column c of this thread's two extra columns of the value product is multiplied by: ``token_column``."""
+    return as_float((127 - VALUE_MIN_EXPONENT - SUM_WINDOW // 2 - SUM_WINDOW * (lane % 4 * 2 + c)) << 23)
+
+
+def token_column(v: Int32) -> Any:
+    """(extra column of V that serves a key with this UE8M0 exponent, E4M3 code there); no column where there is none.
+
+    2^(8 - n) for the n-th exponent of the column's window: exact, and a subnormal for the last.
+    """
+    n = v - (127 + VALUE_MIN_EXPONENT)
+    return n // SUM_WINDOW, cutlass.max((SUM_WINDOW - 1 - n % SUM_WINDOW) << 3, 4)
 
 
 @cute.jit

@@ -40,7 +40,7 @@ class Item(NamedTuple):
         q_start, k_start: first tokens of the document; len_q, len_k: its lengths; shift: keys less queries.
         q0: first query of the tile within the document. column: first position of its keys in column payloads.
         first, stop: key tiles seen, none where the item is not this kernel's. Of these, [clear, clouded) need no mask.
-        mine: whether this kernel is to write the item.
+        mine: whether this kernel is to write the item. uneven: of ``Tables``.
     """
 
     head: Any
@@ -57,6 +57,7 @@ class Item(NamedTuple):
     clear: Any
     clouded: Any
     mine: Any
+    uneven: Any
 
 
 def item_at(
@@ -97,5 +98,19 @@ def item_at(
     stop = first + ((stop + TILE - 1) // TILE - first) * mine
     column = tables.columns[document]
     return Item(
-        head, head // ratio, q_start, k_start, len_q, len_k, shift, q0, column, first, stop, clear, clouded, mine
+        head,
+        head // ratio,
+        q_start,
+        k_start,
+        len_q,
+        len_k,
+        shift,
+        q0,
+        column,
+        first,
+        stop,
+        clear,
+        clouded,
+        mine,
+        uneven,
     )
