@@ -2,7 +2,7 @@
 
 On a machine without the DSL: `flamia compile` elsewhere into one folder, and FLAMIA_KERNELS here.
 
-    flamia compile --out FOLDER --ratios 1,4
+    flamia compile --out FOLDER --ratios 1,4 --recipes mxfp8,mxfp8-exact
     flamia compile --out FOLDER --head-dims 128 --ratios 3 --masks causal
     flamia compile --out FOLDER --head-dims 128 --ratios 1 --masks left
     flamia compile --out FOLDER --ratios 1 --masks causal --dtypes fp16
@@ -99,11 +99,13 @@ LENGTHS = {
 @pytest.mark.parametrize("heads", [(2, 2), (8, 2)], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_agrees_with_the_reference(dim, heads, mask, lengths):
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-exact"])
+def test_agrees_with_the_reference(dim, heads, mask, lengths, recipe):
     len_q, len_k = LENGTHS[lengths]
     q, k, v = tensors(sum(len_q) + 3, sum(len_k or len_q) + 3, *heads, dim)
     cu = (offsets(len_q), offsets(len_k) if len_k else None)
-    agree(ours(q, k, v, *cu, **MASKS[mask]), q, k, v, *cu, **MASKS[mask])
+    options = dict(recipe=recipe, **MASKS[mask])
+    agree(ours(q, k, v, *cu, **options), q, k, v, *cu, **options)
 
 
 def test_a_window_without_a_right_bound():
@@ -125,11 +127,13 @@ def test_row_sums_of_weights():
     agree(ours(q, k, v, cu, causal=True, recipe="mxfp8-paper"), q, k, v, cu, causal=True, recipe="mxfp8-paper")
 
 
-def test_documents_whose_values_differ_in_size():
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-exact"])
+@pytest.mark.parametrize("size", [2.0**-20, 2.0**90])
+def test_documents_whose_values_differ_in_size(recipe, size):
     q, k, v = tensors(900, 900)
-    v[350:400] *= 2.0**-20
+    v[350:400] *= size
     cu = offsets([300, 600])
-    agree(ours(q, k, v, cu, causal=True), q, k, v, cu, causal=True)
+    agree(ours(q, k, v, cu, causal=True, recipe=recipe), q, k, v, cu, causal=True, recipe=recipe)
 
 
 def test_batches_are_packed_rows():
@@ -337,6 +341,41 @@ def test_a_document_does_not_see_its_neighbours(neighbour, mask):
         x[:301], x[534:] = fill[:301], fill[534:]
     o, lse = ours(q, k, v, cu, **MASKS[mask])
     same((o[mine], lse[:, mine]), alone)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "batched"])
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("later", ["other", "huge", "of all sizes"])
+def test_exact_operands_keep_later_tokens_from_earlier_rows(dim, packed, sink, later):
+    """Bitwise: o and lse of a document's first part when everything behind it is replaced.
+
+    sink: the first key has nearly all of the weight, so that in the tile where seen and unseen keys meet all codes are
+    small, and whatever an unseen value did to the tensor core's alignment would show.
+    """
+    lengths = [1, 700, 333, 128, 438] if packed else [400] * 4
+    q, k, v = tensors(1600, 1600, dim=dim)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    if sink:
+        for start in starts[:-1].tolist():
+            k[start] = 3 * q[start + 1 : start + 2].mean(1) if start + 1 < 1600 else k[start]
+            q[start:] = q[start:] + k[start] / 3
+    behind = torch.cat([torch.arange(n) >= 5 * n // 8 for n in lengths]).cuda()
+
+    def call() -> tuple[Tensor, Tensor]:
+        if packed:
+            return ours(q, k, v, offsets(lengths), causal=True, recipe="mxfp8-exact")
+        rows = (x.unflatten(0, (4, 400)) for x in (q, k, v))
+        o, lse = flash_attn_func(*rows, causal=True, recipe="mxfp8-exact", return_lse=True)
+        return o.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+
+    first = call()
+    for x, y in zip((q, k, v), tensors(1600, 1600, dim=dim, seed=1), strict=True):
+        size = {"other": 1.0, "huge": 1e4, "of all sizes": torch.exp2(20 * torch.randn(1600, 1, 1, device="cuda"))}
+        x[behind] = (y * size[later]).bfloat16()[behind]
+    second = call()
+    same((first[0][~behind], first[1][:, ~behind]), (second[0][~behind], second[1][:, ~behind]))
+    assert not torch.equal(first[0][behind], second[0][behind])
 
 
 def test_replays_with_other_lengths_equal_eager_calls():

@@ -59,7 +59,9 @@ def packed(len_q, len_k, heads, kv_heads, head_dim, tail=0, dtype=torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("window", "options"), [((None, 0), {}), ((60, 20), {}), ((None, None), dict(row_sum="weights"))], ids=str
+    ("window", "options"),
+    [((None, 0), {}), ((60, 20), {}), ((None, None), dict(row_sum="weights")), ((None, 0), dict(exact_operands=True))],
+    ids=str,
 )
 def test_from_tensors_to_outputs(hopper, window, options):
     plan = native_plan(2, 1, 64, *window, **options)
@@ -89,6 +91,22 @@ def test_documents_whose_values_differ_in_size(hopper):
     assert (lse - want_lse).abs().max() < 0.05
 
 
+@pytest.mark.parametrize("lengths", [[140], [70, 5, 90]], ids=["one", "packed"])
+def test_exact_operands_keep_later_tokens_from_earlier_rows(hopper, lengths):
+    """Every document's second half becomes another sample, its values of sizes from 2^-30 to 2^30."""
+    plan = native_plan(2, 1, 64, None, 0, exact_operands=True)
+    q, k, v, documents = packed(lengths, lengths, 2, 1, 64, tail=3)
+    first = backend.run_forward(plan, q, k, v, documents)
+    later = torch.cat([torch.arange(n) >= n // 2 for n in lengths] + [torch.zeros(3, dtype=torch.bool)])
+    sizes = torch.exp2(torch.linspace(-30, 30, len(later))).view(-1, 1, 1)
+    for x, y in zip((q, k, v), packed(lengths, lengths, 2, 1, 64, tail=3, seed=1)[:3], strict=True):
+        x[later] = (y * sizes if x is v else 64 * y).to(x.dtype)[later]
+    second = backend.run_forward(plan, q, k, v, documents)
+    assert torch.equal(first[0][~later], second[0][~later])
+    assert torch.equal(first[1][:, ~later], second[1][:, ~later])
+    assert not torch.equal(first[1][:, later], second[1][:, later])
+
+
 def test_what_a_backward_needs_is_kept_in_the_announced_layout(hopper):
     plan = native_plan(2, 1, 64, None, 0, training=True)
     q, k, v, documents = packed([40, 33], [40, 33], 2, 1, 64)
@@ -107,7 +125,11 @@ def test_what_a_backward_needs_is_kept_in_the_announced_layout(hopper):
 
 @pytest.mark.parametrize(
     ("window", "deterministic", "options"),
-    [((None, 0), False, {}), ((60, 20), True, dict(accumulator_scale="causal"))],
+    [
+        ((None, 0), False, {}),
+        ((60, 20), True, dict(accumulator_scale="causal")),
+        ((None, 0), False, dict(exact_operands=True, exact_ds=True, accumulator_scale="causal")),
+    ],
     ids=str,
 )
 def test_from_gradients_of_outputs_to_those_of_inputs(hopper, window, deterministic, options):

@@ -18,8 +18,9 @@ DTYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 
 
 def forward_kernels(plan: Plan, dtype: torch.dtype, arch: str = ARCH) -> tuple[Kernel, ...]:
-    """The launches of a forward, in order: even documents, then uneven ones; one launch for row sums of weights."""
+    """The launches of a forward, in order: even documents, then uneven ones; one for exact operands or sums of weights."""
     recipe = plan.recipe
+    kinds = (False,) if plan.per_token else (True,) if recipe.row_sum == "weights" else (False, True)
     return tuple(
         make_kernel(
             "flamia.sm90.kernels:build_forward",
@@ -34,8 +35,9 @@ def forward_kernels(plan: Plan, dtype: torch.dtype, arch: str = ARCH) -> tuple[K
             tau=float(recipe.tau or 0.0),
             row_sum=recipe.row_sum,
             careful=careful,
+            exact=plan.per_token,
         )
-        for careful in ((True,) if recipe.row_sum == "weights" else (False, True))
+        for careful in kinds
     )
 
 
@@ -98,8 +100,6 @@ def unsupported(
         return "ablations of the scales run on the reference alone"
     if recipe.variant != "folded":
         return "variant='block' needs a tensor core with block scales; variant='folded' is what Hopper computes"
-    if recipe.exact_operands:
-        return "exact_operands=True has no Hopper kernel yet, exact_operands=False has"
     if recipe.exponential != "exact":
         return f"exponential={recipe.exponential!r} has no Hopper kernel, 'exact' has"
     if head_dim not in HEAD_DIMS:
