@@ -357,9 +357,9 @@ def test_exact_operands_keep_later_tokens_from_earlier_rows(dim, packed, sink, l
     q, k, v = tensors(1600, 1600, dim=dim)
     starts = torch.tensor([0, *lengths]).cumsum(0)
     if sink:
-        for start in starts[:-1].tolist():
-            k[start] = 3 * q[start + 1 : start + 2].mean(1) if start + 1 < 1600 else k[start]
-            q[start:] = q[start:] + k[start] / 3
+        common = torch.sign(tensors(1, 1, dim=dim, seed=2)[1])
+        q += common
+        k[starts[:-1].cuda()] = common * 7.6 / math.sqrt(dim)  # 2^11 times the weight of others
     behind = torch.cat([torch.arange(n) >= 5 * n // 8 for n in lengths]).cuda()
 
     def call() -> tuple[Tensor, Tensor]:

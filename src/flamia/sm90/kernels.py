@@ -18,7 +18,10 @@ DTYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 
 
 def forward_kernels(plan: Plan, dtype: torch.dtype, arch: str = ARCH) -> tuple[Kernel, ...]:
-    """The launches of a forward, in order: even documents, then uneven ones; one for exact operands or sums of weights."""
+    """The launches of a forward, in order: even documents, then uneven ones.
+
+    One for exact operands, and for row sums of weights.
+    """
     recipe = plan.recipe
     kinds = (False,) if plan.per_token else (True,) if recipe.row_sum == "weights" else (False, True)
     return tuple(
