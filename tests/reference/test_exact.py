@@ -165,11 +165,10 @@ def test_errors_name_the_argument(change, message):
         exact_attention(**arguments)
 
 
-@pytest.mark.slow
 def test_memory_grows_with_tokens():
-    """The scores of 4 heads and 8192 tokens would fill 2 GiB in FP64; the peak rises by less than 3/4 GiB."""
-    q = torch.randn(1, 8192, 4, 16).bfloat16()
+    """The scores of 8192 tokens would fill 1/2 GiB in FP64; the peak rises by less than 1/4 GiB."""
+    q = torch.randn(1, 8192, 1, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     exact_attention(q, q, q)
     exact_attention_backward(q, q, q, q)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 3 * 2**18  # KiB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
