@@ -56,8 +56,10 @@ def test_auto_takes_hopper_kernels_on_hopper(device, asked):
     cu = torch.empty(3, dtype=torch.int64, device="cuda:1")
     flash_attn_varlen_func(*(x.flatten(0, 1) for x in tensors()), cu)
     flash_attn_func(*tensors(), recipe="mxfp8-exact")
-    assert [backend for _, backend in asked] == ["sm90"] * 4
-    assert asked[-1][0] == Recipe(variant="folded").exact()
+    fast = Recipe(variant="folded", exponential="schraudolph", training=False)
+    flash_attn_func(*tensors(), recipe=fast)
+    assert [backend for _, backend in asked] == ["sm90"] * 5
+    assert [recipe for recipe, _ in asked[-2:]] == [Recipe(variant="folded").exact(), fast]
 
 
 def test_names_stand_for_the_folded_variant_on_hopper_and_recipes_for_themselves(device, asked):
@@ -86,10 +88,6 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "nvfp4": (dict(recipe="nvfp4"), "format='nvfp4' has no Hopper kernel, 'mxfp8' has"),
     "fp4": (dict(recipe="fp4"), "format='fp4' has no Hopper kernel"),
     "ablation": (dict(recipe="leaky-per-tensor"), "ablations of the scales run on the reference alone"),
-    "schraudolph": (
-        dict(recipe=Recipe(variant="folded", exponential="schraudolph", training=False)),
-        "exponential='schraudolph' has no Hopper kernel, 'exact' has",
-    ),
     "k_offset": (dict(k_offset=True), "k_offset and v_offset run on the reference alone"),
     "v_offset": (dict(v_offset=True), "k_offset and v_offset run on the reference alone"),
 }

@@ -35,11 +35,13 @@ def test_schraudolph_clamps_before_the_shift(x):
     assert schraudolph(torch.tensor([x])).item() == pytest.approx(0, abs=2.0**-126)
 
 
-def test_schraudolph_takes_five_of_eight_pairs():
+@pytest.mark.parametrize("together", [2, 8])
+def test_schraudolph_takes_five_of_eight_groups(together):
     x = -torch.rand(1, 128, generator=torch.Generator().manual_seed(0)) * 5
-    approximate = (schraudolph_mix(x) == schraudolph(x)) & (schraudolph(x) != exp2(x))
-    pairs = approximate.view(-1, 8, 2).all(-1)
-    assert (pairs.sum(-1) == 5).all()
+    approximate = (schraudolph_mix(x, together) == schraudolph(x)) & (schraudolph(x) != exp2(x))
+    groups = approximate.view(-1, 8, together)
+    assert (groups.all(-1).sum(-1) == 5).all()
+    assert torch.equal(groups.all(-1), groups.any(-1))
 
 
 def test_mitchell_ratio_and_window():

@@ -182,6 +182,16 @@ def test_row_sums_of_weights(soft_device):
     case.check(case.run(kernels(soft_device, 64, 1, CAUSAL, row_sum="weights")))
 
 
+@pytest.mark.parametrize(("masks", "window"), [(FULL, (None, None)), (CAUSAL, (None, 0)), (WINDOW, (60, 20))], ids=str)
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("spread", [0, 2.5], ids=["even", "uneven"])
+def test_schraudolph(soft_device, masks, window, exact, spread):
+    """Of the scores' whole range: from a spread of sizes, hundreds below the row's largest."""
+    recipe = dict(exponential="schraudolph", exact_operands=exact, training=False)
+    case = Case([150, 0, 77], [150, 5, 77], 2, 1, 64, *window, spread=spread, **recipe)
+    case.check(case.run(kernels(soft_device, 64, 2, masks, exact=exact, exponential="schraudolph")))
+
+
 def test_fp16_outputs(soft_device):
     case = Case([130], [130], 1, 1, 64, None, 0)
     # FP16 keeps three bits more than BF16.
@@ -276,6 +286,7 @@ def test_a_document_does_not_see_its_neighbours(soft_device):
         (dict(head_dim=96), "head_dim must be 64 or 128, got 96"),
         (dict(stages=3), "stages must be 2 or 4, got 3"),
         (dict(exact=True, careful=True), "careful must be False with exact=True"),
+        (dict(exponential="mitchell"), "exponential must be 'exact' or 'schraudolph', got 'mitchell'"),
     ],
 )
 def test_what_no_kernel_is_made_for_is_refused(options, message):

@@ -42,7 +42,7 @@ def schraudolph(x: Tensor) -> Tensor:
     return ((bits & 0xFFFF) << 16).view(torch.float32)
 
 
-def schraudolph_mix(x: Tensor) -> Tensor:
-    """Schraudolph on five of every eight pairs of neighbouring columns, the exact power on the others."""
-    pair = torch.arange(x.shape[-1], device=x.device) // 2 % 8
-    return torch.where(pair * 5 % 8 < 5, schraudolph(x), exp2(x))
+def schraudolph_mix(x: Tensor, together: int = 2) -> Tensor:
+    """Schraudolph on five of every eight groups of ``together`` neighbouring columns, the exact power on the others."""
+    group = torch.arange(x.shape[-1], device=x.device) // together % 8
+    return torch.where(group * 5 % 8 < 5, schraudolph(x), exp2(x))

@@ -8,6 +8,8 @@ it serves. Base 2 throughout: x is a scaled score, z = x + e_V, R the row refere
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -101,6 +103,8 @@ class _ForwardRows:
         """even: bool [N], problems whose row sums come from the tensor core; None: none."""
         self.plan, self.scores, self.rows, self.even = plan, scores, slice(q0, q0 + m), even
         self.product = hopper_product if scores.hopper else exact_product
+        # Groups of eight keys: pairs would be other columns in each thread that holds an accumulator of Hopper's.
+        self.power = partial(schraudolph_mix, together=8) if plan.recipe.exponential == "schraudolph" else exp2
         q = scores.q
         n, _, d = q.shape
 
@@ -131,8 +135,7 @@ class _ForwardRows:
         moves = first | (top_z - self.reference > (recipe.tau or 0.0))
         now = torch.where(moves, stepped, self.reference)
         safe = torch.where(now == -torch.inf, 0.0, now)
-        power = schraudolph_mix if recipe.exponential == "schraudolph" else exp2
-        p = power(x + (e_v + recipe.p_shift - safe.unsqueeze(-1)))
+        p = self.power(x + (e_v + recipe.p_shift - safe.unsqueeze(-1)))
         if visible is not None:
             p = torch.where(visible, p, 0.0)  # Schraudolph's smallest value is not zero
         codes = formats.round_e4m3(p).to(torch.float64)

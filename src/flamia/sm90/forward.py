@@ -44,9 +44,10 @@ class Forward:
             that sums codes. A launch of each kind does all items: each passes over the other's. row_sum "weights" is
             one careful launch.
         exact: every token has an exponent of its own. One launch, not careful, does all documents.
+        exponential: "exact" or "schraudolph".
 
     Raises:
-        ValueError: a head dimension, number of stages or combination that there is no kernel for.
+        ValueError: a head dimension, number of stages, exponential or combination that there is no kernel for.
     """
 
     def __init__(
@@ -60,18 +61,22 @@ class Forward:
         row_sum: str = "codes",
         careful: bool = False,
         exact: bool = False,
+        exponential: str = "exact",
         stages: int = 4,
     ) -> None:
         if head_dim not in (64, 128):
             raise ValueError(f"head_dim must be 64 or 128, got {head_dim}")
         if stages not in (2, 4):
             raise ValueError(f"stages must be 2 or 4, got {stages}")
+        if exponential not in ("exact", "schraudolph"):
+            raise ValueError(f"exponential must be 'exact' or 'schraudolph', got {exponential!r}")
         if exact and careful:
             raise ValueError("careful must be False with exact=True, whose row sums serve every document, got True")
         self.head_dim, self.ratio, self.masks, self.stages = head_dim, ratio, masks, stages
         self.bits = stages.bit_length() - 1
         self.p_shift, self.tau, self.weights = p_shift, tau, row_sum == "weights"
         self.exact, self.careful = exact, careful or (self.weights and not exact)
+        self.approximate = exponential == "schraudolph"
         self.scales = FLAG + 4 if exact else 16  # numbers of a tile in shared memory
         self.waiting = 6 * (THREADS - 128) if exact else 0  # and behind them ``held``
         self.value_rows = head_dim + SUM_COLUMNS
@@ -450,7 +455,8 @@ class Forward:
             if const_expr(self.exact):
                 arrive_after_all(k_empty + stage, [s[1, r, j] for r in range(2) for j in range(1, 16, 2)])
             else:
-                arrive_after(k_empty + stage, s[1, 0, 15], s[1, 1, 15])
+                last = 14 if self.approximate else 15  # whose powers are the special function unit's
+                arrive_after(k_empty + stage, s[1, 0, last], s[1, 1, last])
         cute.arch.barrier_arrive(barrier_id=FIRST_TURN + 1 - group, number_of_threads=256)
         warpgroup.wait_group(0)
         unit = self.unit(scales, before)
@@ -497,9 +503,9 @@ class Forward:
     def powers(self, s, scaling):
         """Scores of a key tile -> weights, in place. scaling: what ``refer`` has returned."""
         if const_expr(self.exact):
-            softmax.token_powers(s, scaling)
+            softmax.token_powers(s, scaling, self.approximate)
         else:
-            softmax.powers(s, *scaling)
+            softmax.powers(s, *scaling, self.approximate)
 
     def q_scale(self, eQ, item, score_scale, row):
         """c 2^e_Q of a query of the document, or of its last."""

@@ -69,6 +69,16 @@ def exp2(a: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
 
 
 @dsl_user_op
+def schraudolph(a: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """2^(a + SCHRAUDOLPH_OFFSET) to 4 %, in FP32 and integer operations: ``reference.exponentials.schraudolph``."""
+    text = (
+        "{\n\t.reg .f32 y;\n\t.reg .b32 n;\n\tfma.rn.f32 y, $1, 0f43000000, 0f4B403F80;\n\tmov.b32 n, y;\n\t"
+        "max.s32 n, n, 0x4B400000;\n\tshl.b32 n, n, 16;\n\tmov.b32 $0, n;\n\t}"
+    )
+    return Float32(_asm(T.f32(), [Float32(a).ir_value(loc=loc, ip=ip)], text, "=f,f"))
+
+
+@dsl_user_op
 def log2(a: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """log2 of a positive number, to about 2^-22."""
     return Float32(_asm(T.f32(), [Float32(a).ir_value(loc=loc, ip=ip)], "lg2.approx.ftz.f32 $0, $1;", "=f,f"))

@@ -39,6 +39,7 @@ def forward_kernels(plan: Plan, dtype: torch.dtype, arch: str = ARCH) -> tuple[K
             row_sum=recipe.row_sum,
             careful=careful,
             exact=plan.per_token,
+            exponential=recipe.exponential,
         )
         for careful in kinds
     )
@@ -103,8 +104,6 @@ def unsupported(
         return "ablations of the scales run on the reference alone"
     if recipe.variant != "folded":
         return "variant='block' needs a tensor core with block scales; variant='folded' is what Hopper computes"
-    if recipe.exponential != "exact":
-        return f"exponential={recipe.exponential!r} has no Hopper kernel, 'exact' has"
     if head_dim not in HEAD_DIMS:
         return f"head_dim={head_dim} has no Hopper kernel, {HEAD_DIMS} have"
     if dtype not in DTYPES:

@@ -16,6 +16,7 @@ from cutlass import Float32, Int32, const_expr
 
 from flamia.bounds import FOLD_RANGE, SUM_WINDOW, SUM_WINDOWS
 from flamia.quantize.reference import VALUE_MIN_EXPONENT
+from flamia.reference.exponentials import SCHRAUDOLPH_OFFSET
 from flamia.sm90.instructions import (
     as_float,
     ceil,
@@ -25,6 +26,7 @@ from flamia.sm90.instructions import (
     pack_e4m3,
     quad_max,
     quad_sum,
+    schraudolph,
     sum_e4m3,
     unpack_e4m3,
 )
@@ -145,14 +147,23 @@ def _max4(v: list[Float32]) -> Float32:
     return cute.arch.fmax(cute.arch.fmax(v[0], v[1]), cute.arch.fmax(v[2], v[3]))
 
 
+def approximated(j: int) -> bool:
+    """Whether Schraudolph's powers are those of group j of eight keys: five groups of eight."""
+    return j * 5 % 8 < 5
+
+
 @cute.jit
-def powers(s: cute.Tensor, factor: Any, adds: Any) -> None:
-    """Scores -> weights 2^(z - R + a), in place."""
+def powers(s: cute.Tensor, factor: Any, adds: Any, approximate: bool) -> None:
+    """Scores -> weights 2^(z - R + a), in place. approximate: Schraudolph's in some groups of keys."""
     for k in cutlass.range_constexpr(TILE // 16):
         for r in cutlass.range_constexpr(2):
             for j in cutlass.range_constexpr(2):
                 for c in cutlass.range_constexpr(2):
-                    s[c, r, 2 * k + j] = exp2(s[c, r, 2 * k + j] * factor[k // 2] + adds[r][k // 2])
+                    if const_expr(approximate and approximated(2 * k + j)):
+                        add = adds[r][k // 2] - SCHRAUDOLPH_OFFSET
+                        s[c, r, 2 * k + j] = schraudolph(s[c, r, 2 * k + j] * factor[k // 2] + add)
+                    else:
+                        s[c, r, 2 * k + j] = exp2(s[c, r, 2 * k + j] * factor[k // 2] + adds[r][k // 2])
 
 
 @cute.jit
@@ -210,12 +221,15 @@ def token_references(
 
 
 @cute.jit
-def token_powers(s: cute.Tensor, references: Any) -> None:
-    """z + a -> weights 2^(z - R + a), in place. references: R per row."""
+def token_powers(s: cute.Tensor, references: Any, approximate: bool) -> None:
+    """z + a -> weights 2^(z - R + a), in place. references: R per row. approximate: as in ``powers``."""
     for j in cutlass.range_constexpr(TILE // 8):
         for r in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(2):
-                s[c, r, j] = exp2(s[c, r, j] - references[r])
+                if const_expr(approximate and approximated(j)):
+                    s[c, r, j] = schraudolph(s[c, r, j] - (references[r] + SCHRAUDOLPH_OFFSET))
+                else:
+                    s[c, r, j] = exp2(s[c, r, j] - references[r])
 
 
 @cute.jit
