@@ -68,10 +68,13 @@ def test_bad_names():
         audit.accuracy(["mxfp8", "nope"])
 
 
-@pytest.mark.slow
-def test_table_of_the_contract():
-    """The table "Reproduced accuracy" of the numeric contract, at its size: o within 5e-4, dq within 1e-3
-    (2e-3)."""
+# A head alone has few of the rows whose large dS decides fp4's dq: its cosine is up to 7e-3 off the table's.
+@pytest.mark.parametrize(
+    ("tokens", "heads", "fp4_dq"), [(2048, 1, 1e-2), pytest.param(4096, 4, 2e-3, marks=pytest.mark.matrix)]
+)
+def test_table_of_the_contract(tokens, heads, fp4_dq):
+    """The table "Reproduced accuracy" of the numeric contract, in the matrix at its size: o within 5e-4, dq within
+    1e-3 (2e-3)."""
     expected = {
         ("mxfp8", "causal"): (0.9988, 0.9979),
         ("nvfp4", "causal"): (0.9920, 0.9908),
@@ -80,13 +83,15 @@ def test_table_of_the_contract():
         ("nvfp4", "full"): (0.9899, 0.9890),
         ("fp4", "full"): (0.9801, 0.9513),
     }
-    for row in audit.accuracy(("mxfp8", "nvfp4", "fp4"), tokens=4096, heads=4):
+    rows = audit.accuracy(("mxfp8", "nvfp4", "fp4"), tokens=tokens, heads=heads)
+    assert {(row.recipe, row.mask) for row in rows} == set(expected)
+    for row in rows:
         o, dq = expected[row.recipe, row.mask]
         assert row.o.cosine == pytest.approx(o, abs=1.5e-3 if row.recipe == "fp4" else 5e-4), (row.recipe, row.mask)
-        assert row.dq.cosine == pytest.approx(dq, abs=2e-3 if row.recipe == "fp4" else 1e-3), (row.recipe, row.mask)
+        assert row.dq.cosine == pytest.approx(dq, abs=fp4_dq if row.recipe == "fp4" else 1e-3), (row.recipe, row.mask)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_means_at_the_size_of_the_contract():
     rows = audit.accuracy(("mxfp8", "mxfp8+offsets"), inputs="mean", tokens=4096, heads=1)
     assert len(rows) == 4
