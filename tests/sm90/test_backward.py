@@ -52,12 +52,15 @@ def offsets(lengths):
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
 
 
+EXACT = dict(exact_operands=True, exact_ds=True, accumulator_scale="causal")
+
+
 class Case:
     """Seeded packed inputs as payloads and numbers, and the twin's gradients."""
 
     def __init__(
         self, len_q, len_k, heads, kv_heads, head_dim, left=None, right=None, spread=0.0, dlse=False, later=None,
-        **recipe,
+        faint=False, **recipe,
     ):  # fmt: skip
         g = torch.Generator().manual_seed(0)
         total_q, total_k = sum(len_q) + 3, sum(len_k) + 2  # tokens of no document at the end
@@ -72,6 +75,10 @@ class Case:
             for x in (q, k, v, do):
                 x[later:] = x[later:].flip(0) * 64
         do[2:9] = 0  # rows that must not set the exponent of their group
+        if faint:  # queries 128 to 191 give keys from 128 on weights of 2^-128, later queries ordinary ones
+            v *= 2.0**20
+            k[:128, :, 0], k[128:, :, 0] = 356, 0
+            q[128:192, :, 0], q[192:, :, 0] = 2, 0
         self.plan = plan = make_plan(
             flamia.Recipe(variant="folded", products="hopper", **recipe),
             heads,
@@ -217,6 +224,14 @@ def test_tokens_of_very_different_size(soft_device):
     case.check(case.run(kernel(soft_device, 64, 2, CAUSAL)))
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_scores_gradients_from_next_to_nothing_to_large(soft_device, exact):
+    """The exponent that serves the first queries' dS would take the later ones' out of FP32's range."""
+    options = EXACT if exact else {}
+    case = Case([256], [256], 1, 1, 64, None, 0, faint=True, **options)
+    case.check(case.run(kernel(soft_device, 64, 1, CAUSAL, exact=exact, causal_scale=exact)))
+
+
 def test_fp16_gradients(soft_device):
     # FP16 keeps three bits more than BF16.
     case = Case([140, 60], [140, 60], 2, 1, 64, None, 0)
@@ -244,9 +259,6 @@ def test_deterministic_order(soft_device, masks, window, monkeypatch):
     alone = case.run(launch, ctas=1)
     case.check(alone)
     assert torch.equal(alone[0], case.run(launch, ctas=2)[0])
-
-
-EXACT = dict(exact_operands=True, exact_ds=True, accumulator_scale="causal")
 
 
 @pytest.mark.parametrize("masks", [CAUSAL, WINDOW], ids=str)

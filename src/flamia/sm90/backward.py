@@ -498,7 +498,8 @@ class Backward:
         if const_expr(packed is not None):
             self.add_dq(packed, j - 1, head, place, slab, targets)
         unit = [as_bits(values[UNIT + i, stage]) for i in range(2)]
-        e = kept[0] if kept[1] != 0 else unit[0] + guess
+        held = kept[0] if kept[1] != 0 else unit[0] + guess
+        e = cutlass.max(held, cutlass.max(unit[0], unit[1]) + (guess - gradients.HEADROOM))
         k_factor = [gradients.power(v) for v in e_k]
         factor = [values[FACTOR + i, stage] * k_factor[0] for i in range(2)]
         warpgroup.wait_group(1)
@@ -537,11 +538,11 @@ class Backward:
         cute.arch.mbarrier_wait(ds_empty + buffer, ((tile >> 1) + 1) & 1)
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
         found = [as_float(tops[i, top, group]) for i in range(2)]
-        first, second, both, known = e, e, e, kept[1]
+        first, second, both, known = held, held, held, kept[1]
         # dS row of this lane's query, and of its 16 bytes those of this warp's keys, swizzled
         row = lane_here() if const_expr(self.exact) else lane
         address = Int32(dS_pointer.toint()) + buffer * (STEP * TILE) + row * TILE + ((warp ^ row % 8) << 4)
-        changes = known == 0 or not (gradients.serves(found[0]) and gradients.serves(found[1]))
+        changes = known == 0 or e != held or not (gradients.serves(found[0]) and gradients.serves(found[1]))
         if const_expr(self.exact):
             to_dq = cute.make_rmem_tensor((8,), Int32)
             gradients.row_codes(ds, self.loader(maxima, 0, 4 * group + top, lane), e, to_dq)
@@ -549,11 +550,11 @@ class Backward:
             if warp % 4 == 0 and lane == 0:
                 shared_e[0, buffer, group] = e
             if changes:
-                first, second, both, known = gradients.kept_exponents(found, e, known)
+                first, second, both, known = gradients.kept_exponents(found, e, held, known)
                 gradients.scaled_codes(ds, [gradients.power(e - both)] * 2, words[1])
         else:
             if changes:
-                first, second, both, known = gradients.kept_exponents(found, e, known)
+                first, second, both, known = gradients.kept_exponents(found, e, held, known)
                 gradients.scaled_codes(ds, [gradients.power(e - first), gradients.power(e - second)], words[1])
             gradients.store_codes(words[1], address)
             if changes:

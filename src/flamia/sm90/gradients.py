@@ -24,6 +24,9 @@ from flamia.sm90.instructions import (
 from flamia.sm90.key_work import STEP
 
 STRIDE = 20  # 32-bit words between the numbers of neighbouring thread-columns
+# dS 2^-e is computed with an exponent e at most so far below what operands make likely: after rows whose dS is next to
+# nothing, the exponent in force would take dP out of FP32's range.
+HEADROOM = 80
 LOWEST, E4M3_MAX = 28.0, 448.0  # a dS exponent is kept while the scaled maximum lies between, as in the twin
 
 
@@ -207,14 +210,15 @@ def serves(top: Float32) -> Any:
 
 
 @cute.jit
-def kept_exponents(tops: Any, e: Int32, known: Int32) -> Any:
+def kept_exponents(tops: Any, e: Int32, held: Int32, known: Int32) -> Any:
     """Exponents of the two blocks of a step, and for dK that of both.
 
-    tops: largest |dS 2^-e| of each block over all keys of the tile. e: the exponent in force; known: 0 while it is a
+    tops: largest |dS 2^-e| of each block over all keys of the tile. held: the exponent in force; known: 0 while it is a
     guess because no gradient has been seen. Returns (first, second, both, known).
     """
     one, two = tops
-    first = e if one == 0.0 or (known != 0 and serves(one)) else cutlass.max(e + _own_exponent(one), -126)
+    serves_one = known != 0 and serves(one * power(e - held))
+    first = held if one == 0.0 or serves_one else cutlass.max(e + _own_exponent(one), -126)
     seen = known if one == 0.0 else Int32(1)
     scaled = two * power(e - first)
     second = first if two == 0.0 or (seen != 0 and serves(scaled)) else cutlass.max(e + _own_exponent(two), -126)
