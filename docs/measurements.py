@@ -342,12 +342,17 @@ def approximate() -> Iterator[Row]:
     yield "format", "exact", "approximate"
     x = [t.bfloat16() for t in gaussian(1024)[:3]]
     e = exact_attention(*x)[0]
-    for form, name in (("mxfp8", "schraudolph"), ("nvfp4", "schraudolph"), ("fp4", "mitchell")):
+    for base, name in (
+        ("mxfp8", "schraudolph"),
+        ("mxfp8-folded", "schraudolph"),
+        ("nvfp4", "schraudolph"),
+        ("fp4", "mitchell"),
+    ):
         row = []
         for kind in ("exact", name):
-            recipe = flamia.Recipe(format=form, exponential=kind, training=False)
+            recipe = dataclasses.replace(flamia.get_recipe(base), exponential=kind, training=False)
             row.append(f"{cosine(flamia.flash_attn_func(*x, recipe=recipe), e):.5f}")
-        yield f"{form}, {name}", *row
+        yield f"{base}, {name}", *row
 
 
 # ------------------------------------------------------------------------------------------------ bits and speed

@@ -136,6 +136,14 @@ def test_documents_whose_values_differ_in_size(recipe, size):
     agree(ours(q, k, v, cu, causal=True, recipe=recipe), q, k, v, cu, causal=True, recipe=recipe)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_schraudolph(exact):
+    q, k, v = tensors(700, 700, 8, 2)
+    cu = offsets([129, 31, 540])
+    recipe = flamia.Recipe(variant="folded", exponential="schraudolph", exact_operands=exact, training=False)
+    agree(ours(3 * q, k, v, cu, causal=True, recipe=recipe), 3 * q, k, v, cu, causal=True, recipe=recipe)
+
+
 def test_batches_are_packed_rows():
     q, k, v = tensors(600, 600)
     o, lse = flash_attn_func(*(x.view(3, 200, *x.shape[1:]) for x in (q, k, v)), causal=True, return_lse=True)
