@@ -7,12 +7,15 @@ On a machine without the DSL: `flamia compile` elsewhere into one folder, and FL
     flamia compile --out FOLDER --head-dims 128 --ratios 1 --masks left
     flamia compile --out FOLDER --ratios 1 --masks causal --dtypes fp16
     flamia compile --out FOLDER --head-dims 128 --ratios 1 --masks causal --recipes mxfp8-paper
+    python tests/gpu/test_forward.py FOLDER     # recipes without a name
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +23,8 @@ from torch import Tensor
 
 import flamia
 from flamia import compiler, flash_attn_func, flash_attn_varlen_func
+from flamia.plan import Plan
+from flamia.sm90.kernels import forward_kernels
 
 pytest.importorskip("triton")
 pytest.importorskip("tvm_ffi")
@@ -136,11 +141,16 @@ def test_documents_whose_values_differ_in_size(recipe, size):
     agree(ours(q, k, v, cu, causal=True, recipe=recipe), q, k, v, cu, causal=True, recipe=recipe)
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_schraudolph(exact):
+SCHRAUDOLPH = [
+    flamia.Recipe(variant="folded", exponential="schraudolph", exact_operands=exact, training=False)
+    for exact in (False, True)
+]
+
+
+@pytest.mark.parametrize("recipe", SCHRAUDOLPH, ids=["default", "exact"])
+def test_schraudolph(recipe):
     q, k, v = tensors(700, 700, 8, 2)
     cu = offsets([129, 31, 540])
-    recipe = flamia.Recipe(variant="folded", exponential="schraudolph", exact_operands=exact, training=False)
     agree(ours(3 * q, k, v, cu, causal=True, recipe=recipe), 3 * q, k, v, cu, causal=True, recipe=recipe)
 
 
@@ -506,3 +516,10 @@ def test_a_row_of_131072_keys():
     want = flash_attn_varlen_func(q, k, v, *cu, recipe="mxfp8-folded", backend="reference").double()
     assert (o.double() - want).norm() <= LONG_RMS * want.norm()
     assert ((o.double() - want).mean() / want.abs().mean()).abs() < 1e-3
+
+
+if __name__ == "__main__":
+    from flamia.precompile import build  # needs more packages than the tests
+
+    plans = [Plan(recipe, "sm90", (), 128, 4, 1, 1.0, None, 0, False, False) for recipe in SCHRAUDOLPH]
+    build([kernel for plan in plans for kernel in forward_kernels(plan, torch.bfloat16)], Path(sys.argv[1]), 1)
