@@ -6,6 +6,7 @@ that entry; the order of FP16 additions of dQ, 2^-11 of the running sum each; th
 RMS.
 """
 
+import dataclasses
 import itertools
 from unittest import mock
 
@@ -30,23 +31,24 @@ from flamia.reference import backend
 from flamia.reference import backward as twin
 from flamia.reference import forward as reference_forward
 from flamia.reference.chunks import chunks
-from flamia.sm100 import kernels
+from flamia.sm100 import backward_pair, kernels
 from flamia.sm100.backward import Backward, compile_backward
-from flamia.sm100.work import Masks
-from flamia.worklists import work_lists
+from flamia.sm100.backward_pair import PairBackward
+from flamia.sm100.work import TILE, Masks
+from flamia.worklists import Tiling, work_lists
 from softgpu.cutedsl import compiling
 from softgpu.machine import Launch
 
 _KERNELS = {}
 
 
-def kernel(device, head_dim, ratio, masks, dtype=torch.bfloat16, arch="sm_100a", **options):
+def kernel(device, head_dim, ratio, masks, dtype=torch.bfloat16, arch="sm_100a", kind=Backward, **options):
     """The compiled kernel, to run on ``device``."""
     out = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}[dtype]
-    key = (head_dim, ratio, masks, dtype, arch, tuple(options.items()))
+    key = (head_dim, ratio, masks, dtype, arch, kind, tuple(options.items()))
     if key not in _KERNELS:
         with compiling(softgpu.Device(), arch):
-            made = Backward(head_dim, ratio, masks, rotate=head_dim == 128, arch=arch, **options)
+            made = kind(head_dim, ratio, masks, rotate=head_dim == 128, arch=arch, **options)
             _KERNELS[key] = compile_backward(made, out, compile=cute.compile)
     _KERNELS[key].device = device
     return _KERNELS[key]
@@ -110,7 +112,9 @@ class Case:
             )
         self.arguments = called.call_args.args
         self.want = twin.backward(*self.arguments)
-        self.lists = work_lists(documents, left, right)
+        self.lists, self.pairs = (
+            work_lists(documents, left, right, Tiling(backward=keys)) for keys in (TILE, backward_pair.ITEM)
+        )
         self.window = (left or 0, right or 0)
         self.used = int(documents.cu_seqlens_q[-1]), int(documents.cu_seqlens_k[-1])
         self._prescales()
@@ -127,8 +131,8 @@ class Case:
             if b > a:
                 self.document_scale[:, i] = self.token_scale[:, a]
 
-    def run(self, launch, dtype=torch.bfloat16, section=1, ctas=2):
-        """dq before its rotation in FP32, dk, dv of the kernel; dk and dv start as NaN."""
+    def run(self, launch, dtype=torch.bfloat16, section=1, ctas=2, pairs=False):
+        """dq before its rotation in FP32, dk, dv of the kernel; dk and dv start as NaN. pairs: of CTAs."""
         plan, documents, f8 = self.plan, self.documents, torch.float8_e4m3fn
         q, k, v = (self.payloads[name] for name in "qkv")
         _, _, do_payloads, _, lse2, delta, _ = self.arguments
@@ -138,7 +142,7 @@ class Case:
         accumulator = torch.zeros(plan.heads_q, capacity, plan.head_dim, dtype=torch.float16)
         turns = torch.zeros(plan.heads_q, capacity // TOKEN_BLOCK, dtype=torch.int32)
         causal = plan.recipe.accumulator_scale == "causal"
-        lists = self.lists
+        lists = self.pairs if pairs else self.lists
         launch(
             *(x.codes.view(f8) for x in (q, k, v, do)), dk, dv, accumulator, turns, lse2.contiguous(),
             delta.contiguous(), q.exponents, k.exponents, v.exponents, do.exponents,
@@ -313,6 +317,48 @@ def test_later_tokens_do_not_reach_back(soft_device):
     assert not torch.equal(first[75:], second[75:])
 
 
+@pytest.mark.parametrize(
+    ("len_q", "len_k"),
+    [([129, 0, 31, 300], [129, 5, 31, 300]), pytest.param([5, 140, 7], [0, 140, 0], marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_pairs_of_ctas_agree_with_one(soft_device, len_q, len_k):
+    """dk and dv to the bit; dq to FP16, in which one CTA's sum has more additions."""
+    case = Case(len_q, len_k, 2, 1, 128, None, 0)
+    pair = case.run(kernel(soft_device, 128, 2, CAUSAL, kind=PairBackward), ctas=4, pairs=True)
+    case.check(pair)
+    one = case.run(kernel(soft_device, 128, 2, CAUSAL))
+    assert equal(pair[1:], one[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", MASKS)
+def test_pairs_of_ctas_for_every_mask_and_target(soft_device, arch, head_dim, mask):
+    masks, window = MASKS[mask]
+    launch = kernel(soft_device, head_dim, 2, masks, arch=arch, kind=PairBackward)
+    for len_q, len_k in [*PACKED, *(([n], [n]) for n in LENGTHS), (LENGTHS, LENGTHS), (LENGTHS, LENGTHS[::-1])]:
+        case = Case(len_q, len_k, 2, 1, head_dim, *window)
+        case.check(case.run(launch, ctas=4, pairs=True))
+
+
+@pytest.mark.slow
+def test_schedule_order_changes_no_bit_of_a_pair(soft_device, soft_device_shuffled):
+    case = Case([300, 70], [300, 70], 2, 1, 128, None, 0, spread=2, dlse=True)
+    first = case.run(kernel(soft_device, 128, 2, CAUSAL, kind=PairBackward), pairs=True)
+    case.check(first)
+    assert equal(first, case.run(kernel(soft_device_shuffled, 128, 2, CAUSAL, kind=PairBackward), pairs=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 1), (8, 1), (8, 2)], ids=str)
+def test_pairs_of_ctas_for_other_ratios(soft_device, heads, kv_heads):
+    case = Case([140, 60], [140, 60], heads, kv_heads, 64, None, 0, accumulator_scale="causal")
+    launch = kernel(soft_device, 64, heads // kv_heads, CAUSAL, kind=PairBackward, causal_scale=True)
+    case.check(case.run(launch, ctas=4, section=kv_heads, pairs=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -366,6 +412,12 @@ def test_kernels_of_a_plan(soft_device, arch):
     with compiling(soft_device, arch):
         launch = name.build()
     case.check(case.run(launch))
+    case = Case([200, 31], [200, 31], 2, 2, 64, None, 0)
+    plan = dataclasses.replace(case.plan, deterministic=False)
+    (name,) = kernels.backward_kernels(plan, torch.bfloat16, arch, pairs=True)
+    with compiling(soft_device, arch):
+        launch = name.build()
+    case.check(case.run(launch, pairs=True))
 
 
 @pytest.mark.slow

@@ -42,7 +42,22 @@ def test_training_loads_a_backward():
     assert not base["exact"] | base["causal_scale"]
     exact = dataclasses.replace(plan, recipe=flamia.Recipe().exact())
     assert backward(exact) == base | {"exact": True, "causal_scale": True}
-    assert backward(dataclasses.replace(plan, deterministic=False)) == base | {"deterministic": False}
+
+
+def test_backwards_in_any_order_may_be_done_by_pairs():
+    plan = dataclasses.replace(make_plan(flamia.Recipe(), 8, 2, 128, None, 0, training=True), deterministic=False)
+    one, pair = (dict(k.options) for k in list(kernels.call_kernels(plan, torch.bfloat16, "sm_100a"))[1:])
+    assert one == {name: pair.get(name, False) for name in one} | {"pairs": False}
+    assert pair["pairs"]
+    heads = dataclasses.replace(plan, heads_kv=8)
+    rows = [(4096, 4096), (4096, 5000), (100, 32768)]
+    assert [kernels.takes_pairs(heads, *row) for row in rows] == [True, False, True]
+    assert [kernels.takes_pairs(plan, *row) for row in rows] == [False, False, True]
+    for change in (dict(deterministic=True), dict(recipe=flamia.Recipe().exact())):
+        other = dataclasses.replace(heads, **change)
+        assert not kernels.takes_pairs(other, 1 << 20, 1 << 20)
+        with pytest.raises(ValueError, match=r"pairs is True with deterministic=\w+ and exact_operands=\w+; pairs of"):
+            kernels.backward_kernels(other, torch.bfloat16, "sm_100a", pairs=True)
 
 
 @pytest.mark.parametrize(("right", "claimed"), [(None, False), (0, True)])

@@ -73,8 +73,9 @@ class Backward:
         self.head_dim, self.ratio, self.masks, self.arch, self.stages = head_dim, ratio, masks, arch, stages
         self.rotate, self.causal_scale, self.deterministic = rotate, causal_scale, deterministic
         self.exact = exact
-        self.tensor = BackwardTensorMemory(head_dim)
-        self.shared = BackwardSharedMemory(head_dim, stages, exact)
+        self.tensor: Any = BackwardTensorMemory(head_dim)
+        self.shared: Any = BackwardSharedMemory(head_dim, stages, exact)
+        self.Storage: Any = None
 
     @cute.jit
     def __call__(
@@ -186,7 +187,7 @@ class Backward:
         barriers = {name: getattr(storage, name).data_ptr() for name in counts}
         if warp == LOAD:
             with cute.arch.elect_one():
-                self._init_barriers(barriers, counts)
+                self.init_barriers(barriers, counts)
         cute.arch.mbarrier_init_fence()
         if warp == PRODUCTS:
             cute.arch.alloc_tmem(self.tensor.columns, storage.tensor_base.ptr)
@@ -245,7 +246,8 @@ class Backward:
             cute.arch.dealloc_tmem(base, self.tensor.columns)
 
     @cute.jit
-    def _init_barriers(self, barriers, counts: cutlass.Constexpr):
+    def init_barriers(self, barriers, counts: cutlass.Constexpr):
+        """Barriers by name with the arrivals that complete a phase."""
         sizes = dict.fromkeys(("q_full", "q_empty", "do_full", "do_empty", "n_full", "n_empty"), self.stages)
         sizes |= dict(s_full=2, s_read=2)
         for name, count in counts.items():
@@ -259,6 +261,22 @@ class Backward:
     def item(self, at, work) -> KeyItem:
         tables, (_, _, left, right, section), _ = work
         return key_item_at(at, section, left, right, tables, self.masks)
+
+    def first_key(self, item, half, warp):
+        """First of the 64 keys whose P and dS a warp makes, within the document."""
+        return item.k0 + HALF * half
+
+    def own_keys(self, item):
+        """The item of the keys whose dK and dV this CTA has."""
+        return item
+
+    def start(self):
+        """First item of this CTA, and how far apart its items are."""
+        return cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+
+    def arrive(self, barrier):
+        """Arrive, for a warp, where the product warp waits."""
+        ptx.arrive(barrier)
 
     @cute.jit
     def load(self, atoms, sources, shared, work, barriers):
@@ -446,14 +464,15 @@ class Backward:
         half = cute.arch.make_warp_uniform(thread // TILE)
         warp = cute.arch.make_warp_uniform(thread // 32) % 4
         row = thread % TILE
-        at, items, step = cute.arch.block_idx()[0], Int32(0), Int32(0)
+        at, stride = self.start()
+        items, step = Int32(0), Int32(0)
         while self.is_item(at, work):
             item = self.item(at, work)
             some = item.first < item.stop
             factors = cute.make_rmem_tensor((2, BLOCKS), Float32)  # 2^e_K and 2^e_V of the warpgroup's blocks
             if const_expr(not self.exact):
                 for b in cutlass.range_constexpr(BLOCKS):
-                    key = item.k0 + HALF * half + BLOCK * b
+                    key = self.first_key(item, half, warp) + BLOCK * b
                     token = item.k_start + cutlass.min(key, item.len_k - 1)
                     factors[0, b] = ptx.as_float(Int32(eK[item.kv, token]) << 23)
                     factors[1, b] = ptx.as_float(Int32(eV[item.kv, token]) << 23)
@@ -474,13 +493,13 @@ class Backward:
                 ptx.fence_after()
                 items += 1
             if half == 0:
-                self.store(self.tensor.dv, False, some, warp, item, outputs[1], work[1])
+                self.store(self.tensor.dv, False, some, warp, self.own_keys(item), outputs[1], work[1])
             else:
-                self.store(self.tensor.dk, True, some, warp, item, outputs[0], work[1])
+                self.store(self.tensor.dk, True, some, warp, self.own_keys(item), outputs[0], work[1])
             if some:
                 ptx.fence_before()
-                ptx.arrive(barriers["dkv_read"])
-            at += cute.arch.grid_dim()[0]
+                self.arrive(barriers["dkv_read"])
+            at += stride
 
     @cute.jit
     def step(

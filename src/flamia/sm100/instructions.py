@@ -35,17 +35,20 @@ def _upper(stride: int, row: int) -> int:
 
 
 @dsl_user_op
-def score_product(d: Int32, q: Int32, k: Int32, keys: int, head_dim: int, *, loc: Any = None, ip: Any = None) -> None:
+def score_product(
+    d: Int32, q: Int32, k: Int32, keys: int, head_dim: int, *, ctas: int = 1, loc: Any = None, ip: Any = None
+) -> None:
     """[128, keys] = q k^T, unscaled: E4M3 codes [128, head_dim] and [keys, head_dim] in shared memory.
 
-    d: tensor memory. q, k: shared addresses of operands whose rows of head_dim bytes are one swizzle width.
+    d: tensor memory. q, k: shared addresses of operands whose rows of head_dim bytes are one swizzle width. ctas: 2
+    where a pair has half of the rows of q and half of those of k each.
     """
     upper = _upper(8 * head_dim, head_dim)
     descriptor = _FP32_ACCUMULATOR | _shape(128, keys)
     steps = "".join(
         f"\tadd.u32 x, $1, {2 * k};\n\tmov.b64 a, {{x, {upper:#x}}};\n\tadd.u32 x, $2, {2 * k};\n\t"
         f"mov.b64 b, {{x, {upper:#x}}};\n\t"
-        f"@one tcgen05.mma.cta_group::1.kind::f8f6f4 [$0], a, b, {descriptor:#x}, {'p' if k else 'q'};\n"
+        f"@one tcgen05.mma.cta_group::{ctas}.kind::f8f6f4 [$0], a, b, {descriptor:#x}, {'p' if k else 'q'};\n"
         for k in range(head_dim // 32)
     )
     text = (
@@ -101,23 +104,25 @@ def transposed_product(
     more: Int32,
     head_dim: int,
     *,
+    ctas: int = 1,
     loc: Any = None,
     ip: Any = None,
 ) -> None:
-    """[128, head_dim] = or += a^T b over 128 queries, block-scaled.
+    """[128 ctas, head_dim] = or += a^T b over 128 queries, block-scaled.
 
-    d: tensor memory, a row per key. a, b: shared addresses of E4M3 codes [128, 128] and [128, head_dim] with a row per
-    query, which is one swizzle width. scale_a, scale_b: tensor memory, UE8M0 words of four blocks of 32 queries. more:
-    0 to overwrite d.
+    d: tensor memory, a row per key. a, b: shared addresses of E4M3 codes [128, 128] and [128, head_dim / ctas] with a
+    row per query, which is one swizzle width. scale_a, scale_b: tensor memory, UE8M0 words of four blocks of 32
+    queries. more: 0 to overwrite d. ctas: 2 where each of a pair has 128 of the keys and half of the columns of b.
     """
-    upper_a, upper_b = _upper(8 * 128, 128), _upper(8 * head_dim, head_dim)
-    descriptor = _A_MN_MAJOR | _B_MN_MAJOR | _UE8M0 | _shape(128, head_dim)
+    width = head_dim // ctas
+    upper_a, upper_b = _upper(8 * 128, 128), _upper(8 * width, width)
+    descriptor = _A_MN_MAJOR | _B_MN_MAJOR | _UE8M0 | _shape(128 * ctas, head_dim)
     steps = "".join(
         f"\tadd.u32 x, $1, {k * 32 * 128 >> 4};\n\tmov.b64 a, {{x, {upper_a:#x}}};\n\t"
-        f"add.u32 x, $2, {k * 32 * head_dim >> 4};\n\tmov.b64 b, {{x, {upper_b:#x}}};\n\t"
+        f"add.u32 x, $2, {k * 32 * width >> 4};\n\tmov.b64 b, {{x, {upper_b:#x}}};\n\t"
         f"or.b32 y, $3, {k << 30:#x};\n\tor.b32 z, $4, {k << 30:#x};\n\t"
-        f"@one tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale [$0], a, b, {descriptor | k << 29 | k << 4:#x}, "
-        f"[y], [z], {'q' if k else 'p'};\n"
+        f"@one tcgen05.mma.cta_group::{ctas}.kind::mxf8f6f4.block_scale [$0], a, b, "
+        f"{descriptor | k << 29 | k << 4:#x}, [y], [z], {'q' if k else 'p'};\n"
         for k in range(4)
     )
     text = (
@@ -129,12 +134,52 @@ def transposed_product(
 
 
 @dsl_user_op
-def copy_scales(column: Int32, atom: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """A scale atom of 512 bytes, shared address ``atom``, to four columns of tensor memory in all lane quarters."""
+def pair_product(
+    d: Int32,
+    a: Int32,
+    b: Int32,
+    scale_a: Int32,
+    scale_b: Int32,
+    head_dim: int,
+    *,
+    loc: Any = None,
+    ip: Any = None,
+) -> None:
+    """[128, head_dim] = a b over the 256 keys of a pair of CTAs, block-scaled; each has 64 of the rows.
+
+    d: tensor memory; lanes 64 and up have the upper half of the columns of the same rows. a: shared address of E4M3
+    codes [2, 64, 128], keys contiguous; b: [256, head_dim / 2] with a row per key, one swizzle width. scale_a, scale_b:
+    tensor memory, for either 128 keys four columns of UE8M0 words.
+    """
+    width = head_dim // 2
+    upper_a, upper_b = _upper(8 * 128, 128), _upper(8 * width, width)
+    descriptor = _B_MN_MAJOR | _UE8M0 | _shape(128, head_dim)
+    steps = "".join(
+        f"\tadd.u32 x, $1, {(64 * 128 * (k // 4) + 32 * (k % 4)) >> 4};\n\tmov.b64 a, {{x, {upper_a:#x}}};\n\t"
+        f"add.u32 x, $2, {k * 32 * width >> 4};\n\tmov.b64 b, {{x, {upper_b:#x}}};\n\t"
+        f"add.u32 y, $3, {4 * (k // 4)};\n\tor.b32 y, y, {(k % 4) << 30:#x};\n\t"
+        f"add.u32 z, $4, {4 * (k // 4)};\n\tor.b32 z, z, {(k % 4) << 30:#x};\n\t"
+        "@one tcgen05.mma.cta_group::2.kind::mxf8f6f4.block_scale [$0], a, b, "
+        f"{descriptor | (k % 4) << 29 | (k % 4) << 4:#x}, [y], [z], {'p' if k else 'q'};\n"
+        for k in range(8)
+    )
+    text = (
+        "{\n\t.reg .pred one, p, q;\n\t.reg .b32 x, y, z;\n\t.reg .b64 a, b;\n\telect.sync _|one, -1;\n\t"
+        "setp.eq.u32 p, 0, 0;\n\tsetp.ne.u32 q, 0, 0;\n" + steps + "\t}"
+    )
+    values = [Int32(d), Int32(a) >> 4, Int32(b) >> 4, Int32(scale_a), Int32(scale_b)]
+    _asm(None, [x.ir_value(loc=loc, ip=ip) for x in values], text, "r,r,r,r,r", effects=True)
+
+
+@dsl_user_op
+def copy_scales(column: Int32, atom: Int32, *, ctas: int = 1, loc: Any = None, ip: Any = None) -> None:
+    """A scale atom of 512 bytes, shared address ``atom``, to four columns of tensor memory in all lane quarters; with
+    ``ctas`` 2 that of either CTA of a pair to its own.
+    """
     text = (
         "{\n\t.reg .pred one;\n\t.reg .b64 a;\n\telect.sync _|one, -1;\n\t"
         f"mov.b64 a, {{$1, {_upper(128, 16):#x}}};\n\t"
-        "@one tcgen05.cp.cta_group::1.32x128b.warpx4 [$0], a;\n\t}"
+        f"@one tcgen05.cp.cta_group::{ctas}.32x128b.warpx4 [$0], a;\n\t}}"
     )
     values = [Int32(column), Int32(atom) >> 4]
     _asm(None, [x.ir_value(loc=loc, ip=ip) for x in values], text, "r,r", effects=True)
@@ -148,6 +193,37 @@ def commit(barrier: Any, *, loc: Any = None, ip: Any = None) -> None:
         "@one tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [$0];\n\t}"
     )
     _asm(None, [Int32(barrier.toint()).ir_value(loc=loc, ip=ip)], text, "r", effects=True)
+
+
+@dsl_user_op
+def commit_both(barrier: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """``commit`` of a pair of CTAs, on the same barrier of both."""
+    text = (
+        "{\n\t.reg .pred one;\n\t.reg .b16 both;\n\tmov.b16 both, 3;\n\telect.sync _|one, -1;\n\t"
+        "@one tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [$0], both;\n\t}"
+    )
+    _asm(None, [Int32(barrier.toint()).ir_value(loc=loc, ip=ip)], text, "r", effects=True)
+
+
+@dsl_user_op
+def arrive_first(barrier: Any, *, stored: bool = True, loc: Any = None, ip: Any = None) -> None:
+    """``arrive`` on the barrier of the first CTA of a cluster.
+
+    stored: to shared memory of the cluster, what whoever waits there is to see; costs a fence of the warp.
+    """
+    order = ".release.cluster" if stored else ""
+    text = (
+        "{\n\t.reg .pred one;\n\t.reg .b32 x;\n\tmapa.shared::cluster.u32 x, $0, 0;\n\tbar.warp.sync -1;\n\t"
+        f"elect.sync _|one, -1;\n\t@one mbarrier.arrive{order}.shared::cluster.b64 _, [x];\n\t}}"
+    )
+    _asm(None, [Int32(barrier.toint()).ir_value(loc=loc, ip=ip)], text, "r", effects=True)
+
+
+@dsl_user_op
+def in_cluster(address: Int32, rank: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """The shared address of the same place in a CTA of the cluster."""
+    values = [Int32(x).ir_value(loc=loc, ip=ip) for x in (address, rank)]
+    return Int32(_asm(T.i32(), values, "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r"))
 
 
 @dsl_user_op
@@ -360,10 +436,19 @@ def store_global(address: Int64, words: list[Int32], *, loc: Any = None, ip: Any
 
 
 @dsl_user_op
-def store_shared(address: Int32, words: list[Int32], *, loc: Any = None, ip: Any = None) -> None:
-    """Four 32-bit words to shared memory; the address is a multiple of 16."""
+def store_shared(address: Int32, words: list[Int32], *, space: str = "cta", loc: Any = None, ip: Any = None) -> None:
+    """Four 32-bit words to shared memory of this CTA or (space "cluster") of one of the cluster; the address is a
+    multiple of 16.
+    """
     values = [x.ir_value(loc=loc, ip=ip) for x in (Int32(address), *words)]
-    _asm(None, values, "st.shared::cta.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", effects=True)
+    _asm(None, values, f"st.shared::{space}.v4.b32 [$0], {{$1, $2, $3, $4}};", "r,r,r,r,r", effects=True)
+
+
+@dsl_user_op
+def store_byte(address: Int32, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """The low byte of a word to shared memory of a CTA of the cluster."""
+    values = [Int32(x).ir_value(loc=loc, ip=ip) for x in (address, value)]
+    _asm(None, values, "st.shared::cluster.b8 [$0], $1;", "r,r", effects=True)
 
 
 @dsl_user_op

@@ -15,6 +15,7 @@ ARCHS = {(10, 0): "sm_100a", (10, 3): "sm_103a"}  # of B200 and of B300, by capa
 VARIANT = "block"
 HEAD_DIMS = (64, 128)
 TRAINS = True  # whether there is a backward
+LONG_ROW = 32768  # keys from which pairs of CTAs do the backward wherever they can
 DTYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 
 
@@ -59,12 +60,36 @@ def build_forward(arch: str, *, dtype: str, left: bool, right: bool, head_dim: i
     return compile_forward(kernel, getattr(cutlass, dtype))
 
 
-def backward_kernels(plan: Plan, dtype: torch.dtype, arch: str) -> tuple[Kernel, ...]:
-    """The launch of a backward."""
+def has_pairs(plan: Plan) -> bool:
+    """Whether a pair of CTAs can do the backward: dq in any order, exponents of blocks."""
+    return not plan.deterministic and not plan.per_token
+
+
+def takes_pairs(plan: Plan, queries: int, keys: int) -> bool:
+    """Whether a pair of CTAs is to do the backward (paper B.3).
+
+    From 32k keys on wherever it can; below, only without GQA and with as many queries as keys. queries, keys: tokens of
+    the rows, since the lengths of documents are not on the host.
+    """
+    return has_pairs(plan) and (keys >= LONG_ROW or (plan.ratio == 1 and queries == keys))
+
+
+def backward_kernels(plan: Plan, dtype: torch.dtype, arch: str, pairs: bool = False) -> tuple[Kernel, ...]:
+    """The launch of a backward. pairs: by pairs of CTAs, whose work list has items of 256 keys.
+
+    Raises:
+        ValueError: pairs cannot do it (``has_pairs``).
+    """
+    if pairs and not has_pairs(plan):
+        raise ValueError(
+            f"pairs is True with deterministic={plan.deterministic} and exact_operands={plan.recipe.exact_operands}; "
+            "pairs of CTAs need both False"
+        )
+    single = {} if pairs else dict(deterministic=plan.deterministic, exact=plan.per_token)
     return (
         make_kernel(
             "flamia.sm100.kernels:build_backward",
-            "flamia.sm100.backward",
+            "flamia.sm100.backward_pair" if pairs else "flamia.sm100.backward",
             arch,
             head_dim=plan.head_dim,
             ratio=plan.ratio,
@@ -73,28 +98,33 @@ def backward_kernels(plan: Plan, dtype: torch.dtype, arch: str) -> tuple[Kernel,
             dtype=DTYPES[dtype],
             rotate=plan.rotates,
             causal_scale=plan.recipe.accumulator_scale == "causal",
-            deterministic=plan.deterministic,
-            exact=plan.per_token,
+            pairs=pairs,
+            **single,
         ),
     )
 
 
-def build_backward(arch: str, *, dtype: str, left: bool, right: bool, head_dim: int, ratio: int, **options: Any) -> Any:
-    """Compile ``sm100.backward.Backward`` for gradients of ``cutlass.<dtype>``."""
+def build_backward(
+    arch: str, *, dtype: str, left: bool, right: bool, head_dim: int, ratio: int, pairs: bool, **options: Any
+) -> Any:
+    """Compile ``sm100.backward.Backward`` or ``PairBackward`` for gradients of ``cutlass.<dtype>``."""
     import cutlass
 
     from flamia.sm100.backward import Backward, compile_backward
+    from flamia.sm100.backward_pair import PairBackward
     from flamia.sm100.work import Masks
 
-    kernel = Backward(head_dim, ratio, Masks(left, right), arch=arch, **options)
-    return compile_backward(kernel, getattr(cutlass, dtype))
+    kind = PairBackward if pairs else Backward
+    return compile_backward(kind(head_dim, ratio, Masks(left, right), arch=arch, **options), getattr(cutlass, dtype))
 
 
 def call_kernels(plan: Plan, dtype: torch.dtype, arch: str) -> Iterator[Kernel]:
-    """Every kernel that a call with this plan, and its backward where the plan trains, loads."""
+    """Every kernel that a call with this plan, and its backward where the plan trains, may load."""
     yield from forward_kernels(plan, dtype, arch)
     if plan.training:
         yield from backward_kernels(plan, dtype, arch)
+        if has_pairs(plan):
+            yield from backward_kernels(plan, dtype, arch, pairs=True)
 
 
 def unsupported(

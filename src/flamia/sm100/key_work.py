@@ -49,10 +49,12 @@ class KeyItem(NamedTuple):
     stop: Any
 
 
-def key_item_at(work: Int32, section: Int32, left: Int32, right: Int32, tables: KeyTables, masks: Masks) -> KeyItem:
+def key_item_at(
+    work: Int32, section: Int32, left: Int32, right: Int32, tables: KeyTables, masks: Masks, keys: int = TILE
+) -> KeyItem:
     """Item ``work`` of count * kv heads: heads in sections of ``section``, the list's items in order within a section.
 
-    Queries past the document's end are no reason for a mask: their weights are zero.
+    keys: of an item. Queries past the document's end are no reason for a mask: their weights are zero.
     """
     per_section = tables.count[0] * section
     part = work // per_section
@@ -63,13 +65,13 @@ def key_item_at(work: Int32, section: Int32, left: Int32, right: Int32, tables: 
     q_start, k_start = tables.cu_q[document], tables.cu_k[document]
     len_q, len_k = tables.cu_q[document + 1] - q_start, tables.cu_k[document + 1] - k_start
     shift = len_k - len_q
-    first, stop = steps_that_see(k0, len_q, len_k, left, right, masks)
+    first, stop = steps_that_see(k0, len_q, len_k, left, right, masks, keys)
     clear, clouded = Int32(0), stop
     if const_expr(masks.right):
-        clear = (cutlass.max(k0 + TILE - 1 - shift - right, 0) + TILE - 1) // TILE
+        clear = (cutlass.max(k0 + keys - 1 - shift - right, 0) + TILE - 1) // TILE
     if const_expr(masks.left):
         clouded = cutlass.max(k0 - shift + left + 1, 0) // TILE
-    clear = cutlass.max(clear, stop * Int32(k0 + TILE > len_k))  # keys past the end must be masked
+    clear = cutlass.max(clear, stop * Int32(k0 + keys > len_k))  # keys past the end must be masked
     clear = cutlass.min(cutlass.max(clear, first), stop)
     clouded = cutlass.min(cutlass.max(clouded, clear), stop)
     column_q = tables.columns_q[document]
@@ -78,14 +80,16 @@ def key_item_at(work: Int32, section: Int32, left: Int32, right: Int32, tables: 
     )  # fmt: skip
 
 
-def steps_that_see(k0: Int32, len_q: Int32, len_k: Int32, left: Int32, right: Int32, masks: Masks) -> Any:
-    """First and past-last step of queries that see a key of the tile at k0; the same twice where none does."""
+def steps_that_see(
+    k0: Int32, len_q: Int32, len_k: Int32, left: Int32, right: Int32, masks: Masks, keys: int = TILE
+) -> Any:
+    """First and past-last step of queries that see one of ``keys`` keys from k0; the same twice where none does."""
     shift = len_k - len_q
     first, stop = Int32(0), (len_q + TILE - 1) // TILE
     if const_expr(masks.right):
         first = cutlass.max(k0 - shift - right, 0) // TILE
     if const_expr(masks.left):
-        last = cutlass.min(k0 + TILE, len_k) - 1 - shift + left  # before the document's end is minded
+        last = cutlass.min(k0 + keys, len_k) - 1 - shift + left  # before the document's end is minded
         stop = cutlass.min(stop, cutlass.max(last + TILE, 0) // TILE)
     return first, cutlass.max(first, stop)
 

@@ -152,7 +152,73 @@ class BackwardSharedMemory:
         _check(self, storage)
 
 
-def _check(plan: SharedMemory | BackwardSharedMemory, storage: Any) -> None:
+@dataclass(frozen=True)
+class PairTensorMemory:
+    """``BackwardTensorMemory`` of each of a pair of CTAs. Lanes are the keys of dV and dK; else 64 queries, twice: for
+    the first and the second 128 keys in scores and dP, for the lower and the upper half of the channels in dQ.
+    """
+
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        spans = [(self.scales(n), 4) for n in range(8)]
+        for (start, size), (end, _) in zip(spans, [*spans[1:], (self.dp, 0)], strict=True):
+            if not TILE // 2 <= start <= start + size <= end:
+                raise ValueError(f"columns {start} to {start + size} of the scores overlap what follows at {end}")
+        if self.dk + self.head_dim > COLUMNS:
+            raise ValueError(f"head_dim {self.head_dim} needs more than {COLUMNS} columns of tensor memory")
+
+    columns = COLUMNS
+    scores = 0  # FP32, 128 columns
+    dp = TILE  # FP32, 128 columns
+    dq = TILE  # FP32, head_dim / 2 columns, once dP is in registers
+    dv = 2 * TILE  # FP32, head_dim columns
+
+    @property
+    def dk(self) -> int:
+        """FP32, head_dim columns."""
+        return self.dv + self.head_dim
+
+    def scales(self, n: int) -> int:
+        """UE8M0, four columns each: of P and dO, twice of dS in dQ, twice of K, of dS and Q in dK."""
+        return TILE // 2 + 4 * n
+
+
+@dataclass(frozen=True)
+class PairSharedMemory:
+    """Bytes of shared memory of each of a pair of CTAs: its 128 keys, half of a step's queries, and of all keys and
+    queries that the pair has half of the channels.
+    """
+
+    head_dim: int
+    stages: int
+
+    def parts(self) -> dict[str, int]:
+        """Bytes by name; barriers and single words are not listed."""
+        tile, atom = TILE * self.head_dim, 4 * TILE
+        return {
+            "rows of K": tile,
+            "rows of V": tile,
+            "channels of K": tile,
+            "rows of Q": self.stages * tile // 2,
+            "channels of Q": self.stages * tile // 2,
+            "rows of dO": self.stages * tile // 2,
+            "channels of dO": self.stages * tile // 2,
+            "codes of P": TILE * TILE,
+            "codes of dS": TILE * TILE,
+            "codes of dS for dQ": TILE * TILE,
+            "dQ in FP16": tile,
+            "numbers of queries": self.stages * 4 * 2 * TILE,
+            "scale atoms of Q, dO": 2 * self.stages * atom,
+            "scale atoms of P, K, dS": 6 * atom,
+        }
+
+    def check(self, storage: Any) -> None:
+        """Raise where the storage is not its parts and little more, or is more than a CTA may have."""
+        _check(self, storage)
+
+
+def _check(plan: SharedMemory | BackwardSharedMemory | PairSharedMemory, storage: Any) -> None:
     size, parts = storage.size_in_bytes(), sum(plan.parts().values())
     if not parts <= size <= parts + SLACK or size > SHARED_BYTES:
         raise ValueError(
