@@ -1,6 +1,7 @@
 """Work lists: the twin against a plain enumeration, and the device's tables against the twin."""
 
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -111,7 +112,21 @@ def same(a, b):
 def test_device_lists_are_the_twins(packing):
     from flamia.quantize import triton_lists
 
-    same(triton_lists.work_lists(*packing), work_lists(*packing))
+    lists = triton_lists.work_lists(*packing)
+    same(lists, work_lists(*packing))
+    documents, _, _, tiling = packing
+    words = triton_lists.list_words(documents.total_q, documents.total_k, documents.count, tiling)
+    assert lists.buffer.shape == (words,)
+    same(triton_lists.lists_in(lists.buffer.clone(), documents, tiling), lists)
+
+
+@settings(max_examples=5)
+@given(packings())
+def test_very_many_items_are_sorted(packing):
+    from flamia.quantize import triton_lists
+
+    with mock.patch.object(triton_lists, "_PLACED", 0):
+        same(triton_lists.work_lists(*packing), work_lists(*packing))
 
 
 def test_device_lists_of_many_documents():

@@ -3,7 +3,7 @@
 Everything is a function of cu_seqlens, computed on the device without a host read; the sizes of the tables depend on
 the number of tokens and of documents, never on lengths, so one captured graph serves every packing of its capacity.
 This file holds the tables, their capacities and the plain PyTorch twins; ``quantize.triton_lists`` builds the same
-tables in three launches and a sort.
+tables in three launches.
 """
 
 from __future__ import annotations
@@ -60,12 +60,14 @@ class WorkLists:
         q, k: token tables of the two sides.
         forward: tiles of queries; cost: key blocks that they see.
         backward: tiles of keys; cost: query blocks that see them.
+        buffer: int32, the memory that all of them are views of; None where each has its own (the twin).
     """
 
     q: TokenTables
     k: TokenTables
     forward: WorkList
     backward: WorkList
+    buffer: Tensor | None = None
 
 
 @dataclass(frozen=True)

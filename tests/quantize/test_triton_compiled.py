@@ -15,6 +15,7 @@ KERNELS = {
     "_scan_kernel",
     "_fill_kernel",
     "_gather_kernel",
+    "_place_kernel",
     "_operand_kernel",
     "_gradient_kernel",
     "_dq_kernel",

@@ -1,4 +1,4 @@
-"""``flamia.worklists`` on the device: two launches, a sort and a gather, no host read, any lengths of one capacity."""
+"""``flamia.worklists`` on the device: three launches, no host read, any lengths of one capacity."""
 
 # Kernels take pointers and tiles, which have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -24,6 +24,10 @@ from flamia.worklists import (
 
 _SCAN = 2048  # documents per step of the running sums
 _FILL = 128 if COMPILED.value else 2048  # table rows per program
+_PLACED = 8192  # items up to which counting smaller keys is faster than torch's sort
+_PLACE, _STEP = (
+    (32, 512) if COMPILED.value else (512, 512)
+)  # items per program, keys that they are compared with at once
 
 
 @triton.jit(do_not_specialize=["documents"], do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr"])
@@ -186,6 +190,22 @@ def _fill_kernel(
             )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["count"])
+def _place_kernel(keys_ptr, items_ptr, out_ptr, count, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    """Items in the order of their keys, which all differ: an item's place is the number of smaller keys."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    own = tl.load(keys_ptr + index, inside, 0)
+    place = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, count, STEP):
+        other = first + tl.arange(0, STEP)
+        smaller = tl.load(keys_ptr + other, other < count, 0)[None, :] < own[:, None]
+        place += tl.sum((smaller & (other < count)[None, :]).to(tl.int32), 1)
+    field = tl.arange(0, 4)
+    values = tl.load(items_ptr + index[:, None] * 4 + field[None, :], inside[:, None], 0)
+    tl.store(out_ptr + place[:, None] * 4 + field[None, :], values, inside[:, None])
+
+
 @triton.jit(do_not_specialize=["items_q", "items_k", "shift_bits"])
 def _gather_kernel(keys_ptr, items_ptr, out_ptr, items_q, items_k, shift_bits, BLOCK: tl.constexpr):
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -198,46 +218,91 @@ def _gather_kernel(keys_ptr, items_ptr, out_ptr, items_q, items_k, shift_bits, B
     tl.store(out_ptr + position[:, None] * 4 + field[None, :], values, inside[:, None])
 
 
+def _shapes(total_q: int, total_k: int, count: int, tiling: Tiling) -> dict[str, tuple[int, int]]:
+    """Rows and columns of the tables of a packed row, in the order in which they lie in one buffer."""
+    items = item_capacity(total_q, count, tiling.forward) + item_capacity(total_k, count, tiling.backward)
+    return {
+        "blocks_q": (column_capacity(total_q, count) // TOKEN_BLOCK, 4),
+        "blocks_k": (column_capacity(total_k, count) // TOKEN_BLOCK, 4),
+        "groups_q": (group_capacity(total_q, count), 6),
+        "groups_k": (group_capacity(total_k, count), 6),
+        "items": (items, 4),
+        "starts": (6, count + 1),
+        "columns": (2, count + 1),
+    }
+
+
+def _tables(buffer: Tensor, documents: Documents, tiling: Tiling) -> dict[str, Tensor]:
+    tables, start = {}, 0
+    shapes = _shapes(documents.total_q, documents.total_k, documents.count, tiling)
+    for name, (rows, columns) in shapes.items():
+        tables[name] = buffer[start : start + rows * columns].view(rows, columns)
+        start += _aligned(rows * columns)
+    return tables
+
+
+def _aligned(words: int) -> int:
+    return (words + 3) // 4 * 4  # 16 bytes
+
+
+def list_words(total_q: int, total_k: int, documents: int, tiling: Tiling | None = None) -> int:
+    """Words of ``WorkLists.buffer``, for numbers of tokens and of documents."""
+    shapes = _shapes(total_q, total_k, documents, tiling or Tiling())
+    return sum(_aligned(rows * columns) for rows, columns in shapes.values())
+
+
+def lists_in(buffer: Tensor, documents: Documents, tiling: Tiling | None = None) -> WorkLists:
+    """The lists that ``work_lists`` of the same documents wrote into buffer, int32 [``list_words``]: views of it."""
+    tiling = tiling or Tiling()
+    count, tables = documents.count, _tables(buffer, documents, tiling)
+    items_q, starts = item_capacity(documents.total_q, count, tiling.forward), tables["starts"]
+    return WorkLists(
+        TokenTables(tables["blocks_q"], tables["groups_q"], tables["columns"][0]),
+        TokenTables(tables["blocks_k"], tables["groups_k"], tables["columns"][1]),
+        WorkList(tables["items"][:items_q], starts[4, count:], tiling.forward),
+        WorkList(tables["items"][items_q:], starts[5, count:], tiling.backward),
+        buffer,
+    )
+
+
 def work_lists(documents: Documents, left: int | None, right: int | None, tiling: Tiling | None = None) -> WorkLists:
-    """``worklists.work_lists`` in three launches and torch's device sort. cu_seqlens: int32, contiguous."""
+    """``worklists.work_lists`` in three launches, and torch's sort for very many items; all of it in one buffer.
+
+    cu_seqlens: int32, contiguous.
+    """
     tiling = tiling or Tiling()
     cu_q, cu_k = documents.cu_seqlens_q.contiguous(), documents.cu_seqlens_k.contiguous()
     count, device = documents.count, cu_q.device
     total_q, total_k = documents.total_q, documents.total_k
-    capacity_q, capacity_k = column_capacity(total_q, count), column_capacity(total_k, count)
-    groups_q, groups_k = group_capacity(total_q, count), group_capacity(total_k, count)
-    items_q, items_k = item_capacity(total_q, count, tiling.forward), item_capacity(total_k, count, tiling.backward)
-
-    def table(rows: int, columns: int) -> Tensor:
-        return torch.empty((rows, columns), dtype=torch.int32, device=device)
-
-    starts, columns = table(6, count + 1), table(2, count + 1)
-    blocks_q, blocks_k = table(capacity_q // TOKEN_BLOCK, 4), table(capacity_k // TOKEN_BLOCK, 4)
-    table_q, table_k = table(groups_q, 6), table(groups_k, 6)
-    unsorted, items = table(items_q + items_k, 4), table(items_q + items_k, 4)
+    buffer = torch.empty(list_words(total_q, total_k, count, tiling), dtype=torch.int32, device=device)
+    tables = _tables(buffer, documents, tiling)
+    starts, columns, items = (tables[name] for name in ("starts", "columns", "items"))
+    capacity_q, capacity_k = (tables[name].shape[0] * TOKEN_BLOCK for name in ("blocks_q", "blocks_k"))
+    groups_q, groups_k = (tables[name].shape[0] for name in ("groups_q", "groups_k"))
+    items_q = item_capacity(total_q, count, tiling.forward)
+    items_k = items.shape[0] - items_q
     limit = max(-(-total_k // tiling.keys), -(-total_q // tiling.queries))
     shift_bits = max(items_q, items_k, 1).bit_length()
     wide = (2 * limit + 4).bit_length() + shift_bits > 31
     keys = torch.empty(items_q + items_k, dtype=torch.int64 if wide else torch.int32, device=device)
+    unsorted = torch.empty_like(items)
 
     _scan_kernel[(6,)](cu_q, cu_k, starts, columns, count, tiling.forward, tiling.backward, _SCAN, num_warps=8, **EXACT)
     longest = max(capacity_q // TOKEN_BLOCK, capacity_k // TOKEN_BLOCK, groups_q, groups_k, items_q, items_k)
     if longest:
         _fill_kernel[(triton.cdiv(longest, _FILL), 6)](
-            cu_q, cu_k, starts, blocks_q, table_q, blocks_k, table_k, unsorted, keys,
-            count, total_q, total_k, capacity_q, capacity_k, groups_q, groups_k, items_q, items_k,
+            cu_q, cu_k, starts, tables["blocks_q"], tables["groups_q"], tables["blocks_k"], tables["groups_k"],
+            unsorted, keys, count, total_q, total_k, capacity_q, capacity_k, groups_q, groups_k, items_q, items_k,
             count.bit_length(), UNBOUNDED if left is None else left, UNBOUNDED if right is None else right,
             limit, shift_bits, tiling.forward, tiling.backward, tiling.keys, tiling.queries, _FILL, num_warps=4,
             **EXACT,
         )  # fmt: skip
-    if items_q + items_k:
+    if 0 < items_q + items_k <= _PLACED:
+        grid = (triton.cdiv(items_q + items_k, _PLACE),)
+        _place_kernel[grid](keys, unsorted, items, items_q + items_k, _PLACE, _STEP, num_warps=4, **EXACT)
+    elif items_q + items_k:
         ordered = torch.sort(keys).values
         _gather_kernel[(triton.cdiv(items_q + items_k, _FILL),)](
             ordered, unsorted, items, items_q, items_k, shift_bits, _FILL, num_warps=4, **EXACT
         )
-    return WorkLists(
-        TokenTables(blocks_q, table_q, columns[0]),
-        TokenTables(blocks_k, table_k, columns[1]),
-        WorkList(items[:items_q], starts[4, count:], tiling.forward),
-        WorkList(items[items_q:], starts[5, count:], tiling.backward),
-    )
+    return lists_in(buffer, documents, tiling)

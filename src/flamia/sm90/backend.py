@@ -14,7 +14,7 @@ from flamia.plan import Plan
 from flamia.quantize.payloads import E4M3Payload, Payloads, empty_payloads
 from flamia.quantize.triton_finish import document_prescale, finish_dq
 from flamia.quantize.triton_gradients import Gradients
-from flamia.quantize.triton_lists import work_lists
+from flamia.quantize.triton_lists import list_words, lists_in, work_lists
 from flamia.quantize.triton_prepare import prepare_backward, prepare_forward
 from flamia.reference.forward import Forward
 from flamia.sm90.kernels import backward_kernels, forward_kernels
@@ -47,7 +47,8 @@ def run_forward(
         operands = prepare_forward(plan, q, k, v, lists, columns=True)
         result = forward(plan, operands.payloads, documents, lists, q.dtype)
         lse = finish_forward(result.o, result.lse2, result.row_max, documents.cu_seqlens_q)
-    kept = [*operands.payloads.flatten(), operands.maxima] if plan.training else []
+    assert lists.buffer is not None
+    kept = [*operands.payloads.flatten(), operands.maxima, lists.buffer] if plan.training else []
     return result.o, lse, result, kept
 
 
@@ -62,12 +63,12 @@ def run_backward(
     documents: Documents,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in do's dtype, from what ``run_forward`` returned. dlse FP32 [heads, T] or None."""
-    *tensors, maxima = kept
+    *tensors, maxima, buffer = kept
     k_maxima, v_maxima = maxima
     payloads = Payloads.unflatten(plan.forward_specs, tensors)
     do = do if do.shape[2] == 1 or do.stride(2) == 1 else do.contiguous()
     with torch.cuda.device(do.device):
-        lists = work_lists(documents, plan.left, plan.right)
+        lists = lists_in(buffer, documents)
         dlse = None if dlse is None else dlse.contiguous()
         gradients = prepare_backward(plan, do, dlse, o, lse2, row_max, payloads, documents, lists, columns=True)
         dk, dv, launch = bind_backward(plan, payloads, gradients, k_maxima, v_maxima, documents, lists, do.dtype)
@@ -79,9 +80,13 @@ def run_backward(
 
 
 def empty_kept(plan: Plan, q: Tensor, k: Tensor, documents: int) -> list[Tensor]:
-    """Uninitialised tensors like those that ``run_forward`` keeps for the backward: payloads, maxima of K and of V."""
+    """Uninitialised tensors like those that ``run_forward`` keeps for the backward.
+
+    Payloads, maxima of K and of V, work lists.
+    """
     maxima = q.new_empty((2, k.shape[1], documents), dtype=torch.float32)
-    return [*empty_payloads(plan.forward_specs, q, k, documents), maxima]
+    lists = q.new_empty(list_words(q.shape[0], k.shape[0], documents), dtype=torch.int32)
+    return [*empty_payloads(plan.forward_specs, q, k, documents), maxima, lists]
 
 
 def forward(plan: Plan, payloads: Payloads, documents: Documents, lists: WorkLists, dtype: torch.dtype) -> Forward:
