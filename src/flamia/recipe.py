@@ -59,7 +59,7 @@ class Recipe:
         scale_rounding: "up" is the method; "floor", the OCP reference conversion, clamps and leaks: an ablation.
         products: how the reference adds products of E4M3 codes: "exact" rounds the exact sum once to FP32; "hopper"
             keeps 13 bits as Hopper's tensor core does, over the same spans as the Hopper kernels, which it predicts to
-            within rare single codes (slow; mxfp8 and variant="folded" only). Kernels ignore it.
+            within rare single codes (slow; variant="folded" only). Kernels ignore it.
 
     Raises:
         ValueError: when built, for a value outside of its choices or a combination that is unsafe or not defined; the
@@ -132,10 +132,10 @@ class Recipe:
             raise ValueError(
                 "variant='folded' is not defined for format='fp4' or for ablations of the scales: use variant='block'"
             )
-        if self.products == "hopper" and (self.variant != "folded" or self.format != "mxfp8"):
+        if self.products == "hopper" and self.variant != "folded":
             raise ValueError(
-                f"products='hopper' is not defined for format={self.format!r} with variant={self.variant!r}: it says "
-                "how Hopper adds E4M3 products, so format must be 'mxfp8' and variant 'folded'"
+                f"products='hopper' is not defined for variant={self.variant!r}: it says how Hopper adds E4M3 "
+                "products, so variant must be 'folded'"
             )
         if fp4 and not self.exact_ds:
             raise ValueError("exact_ds=False is not defined for format='fp4': dS always has row-wise groups there")

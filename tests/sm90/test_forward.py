@@ -21,7 +21,7 @@ import softgpu
 from flamia.bounds import FOLD_RANGE
 from flamia.documents import Documents
 from flamia.quantize.payloads import Payloads
-from flamia.quantize.reference import VALUE_MIN_EXPONENT, TokenMap, prepare, token_blocks
+from flamia.quantize.reference import VALUE_MIN_EXPONENT, TokenMap, dequantize, nvfp4_rows, prepare, token_blocks
 from flamia.reference import folded
 from flamia.sm90.forward import Forward, compile_forward
 from flamia.sm90.work import Masks
@@ -79,8 +79,12 @@ class Case:
         documents = Documents(self.cu_q, self.cu_k, total_q, total_k)
         maps = [TokenMap.build(cu, n) for cu, n in ((self.cu_q, total_q), (self.cu_k, total_k))]
         rotate, exact = head_dim == 128, recipe.get("exact_operands", False)
-        self.q = token_blocks(prepare(q, maps[0], rotate=rotate), maps[0], per_token=exact)
-        self.k = token_blocks(prepare(k, maps[1], rotate=rotate), maps[1], per_token=exact)
+        sources = [prepare(x, tokens, rotate=rotate) for x, tokens in zip((q, k), maps, strict=True)]
+        self.wide = recipe.get("format") == "nvfp4"
+        if self.wide:
+            self.q, self.k = (nvfp4_rows(x) for x in sources)
+        else:
+            self.q, self.k = (token_blocks(x, tokens, per_token=exact) for x, tokens in zip(sources, maps, strict=True))
         self.v = token_blocks(
             prepare(v.bfloat16(), maps[1]), maps[1], per_token=exact, columns="mma", least=VALUE_MIN_EXPONENT
         )
@@ -114,8 +118,14 @@ class Case:
         o = torch.full(self.shape, torch.nan, dtype=dtype)
         lse2, m = (torch.full((self.heads, self.shape[0]), torch.nan) for _ in range(2))
         f8 = torch.float8_e4m3fn
-        codes = (self.q.codes.view(f8), self.k.codes.view(f8), self.v.columns.view(f8))
-        exponents = (self.q.exponents, self.k.exponents, self.v.exponents, self.uneven())
+        if self.wide:
+            numbers = [dequantize(x).bfloat16() for x in (self.q, self.k)]
+            exponents = [torch.zeros(1, 1, dtype=torch.uint8)] * 2
+        else:
+            numbers = [x.codes.view(f8) for x in (self.q, self.k)]
+            exponents = [self.q.exponents, self.k.exponents]
+        codes = (*numbers, self.v.columns.view(f8))
+        exponents += [self.v.exponents, self.uneven()]
         work = (self.lists.forward.items, self.lists.forward.count, self.cu_q, self.cu_k, self.lists.k.column_starts)
         for launch in launches:
             launch(*codes, o, lse2, m, *exponents, *work, self.scale, *self.window, section, ctas)
@@ -234,6 +244,20 @@ def test_exact_operands_with_row_sums_of_weights(soft_device):
     case.check(case.run(kernels(soft_device, 64, 2, CAUSAL, row_sum="weights", exact=True)))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("masks", "window"), EXACT_MASKS, ids=str)
+@pytest.mark.parametrize("exact", [False, True], ids=["default", "exact"])
+def test_nvfp4(soft_device, head_dim, masks, window, exact):
+    case = Case([150, 0, 77], [170, 5, 40], 4, 2, head_dim, *window, format="nvfp4", spread=1, exact_operands=exact)
+    case.check(case.run(kernels(soft_device, head_dim, 2, masks, exact=exact, format="nvfp4"), section=2))
+
+
+def test_nvfp4_values_of_very_different_size(soft_device):
+    case = Case([150, 200], [150, 200], 1, 1, 64, None, 0, format="nvfp4", uneven=True)
+    assert case.uneven().tolist() == [[0, 1]]
+    case.check(case.run(kernels(soft_device, 64, 1, CAUSAL, format="nvfp4")))
+
+
 @pytest.mark.parametrize("size", [2.0**-90, 2.0**-60, 2.0**30, 2.0**66, 2.0**78, 2.0**100], ids="{:.0e}".format)
 def test_exact_operands_of_any_size(soft_device, size):
     """V's exponents from the smallest to those that no column serves; a document in which only some tokens are so."""
@@ -284,7 +308,9 @@ def test_a_document_does_not_see_its_neighbours(soft_device):
     ("options", "message"),
     [
         (dict(head_dim=96), "head_dim must be 64 or 128, got 96"),
-        (dict(stages=3), "stages must be 2 or 4, got 3"),
+        (dict(stages=3), "stages must be 2 or 4, .*got 3"),
+        (dict(format="nvfp4", head_dim=128, stages=4), "2 for format='nvfp4' with head_dim=128, got 4"),
+        (dict(format="fp4"), "format must be 'mxfp8' or 'nvfp4', got 'fp4'"),
         (dict(exact=True, careful=True), "careful must be False with exact=True"),
         (dict(exponential="mitchell"), "exponential must be 'exact' or 'schraudolph', got 'mitchell'"),
     ],

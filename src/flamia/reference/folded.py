@@ -75,7 +75,8 @@ class _Scores:
 
     def __init__(self, plan: Plan, chunk: Chunk, payloads: Payloads) -> None:
         self.scale = plan.score_scale
-        self.hopper = plan.recipe.products == "hopper"
+        # NVFP4 values are multiplied in BF16 there, into FP32.
+        self.hopper = plan.recipe.products == "hopper" and plan.recipe.format == "mxfp8"
         q, k = payloads["q"], payloads["k"]
         if self.hopper:
             q, k = _e4m3(q), _e4m3(k)
@@ -102,7 +103,8 @@ class _ForwardRows:
     def __init__(self, plan: Plan, scores: _Scores, q0: int, m: int, even: Tensor | None) -> None:
         """even: bool [N], problems whose row sums come from the tensor core; None: none."""
         self.plan, self.scores, self.rows, self.even = plan, scores, slice(q0, q0 + m), even
-        self.product = hopper_product if scores.hopper else exact_product
+        self.hopper = plan.recipe.products == "hopper"
+        self.product = hopper_product if self.hopper else exact_product
         # Groups of eight keys: pairs would be other columns in each thread that holds an accumulator of Hopper's.
         self.power = partial(schraudolph_mix, together=8) if plan.recipe.exponential == "schraudolph" else exp2
         q = scores.q
@@ -150,7 +152,7 @@ class _ForwardRows:
             column = formats.pow2((tops - e_v).clamp(max=FOLD_RANGE)).transpose(1, 2)
             by_core = hopper_product(codes, column).squeeze(-1) * formats.pow2(-tops).squeeze(-1)
             sums = torch.where(self.even.unsqueeze(-1), by_core, sums)
-        elif self.scores.hopper and self.plan.per_token and recipe.row_sum == "codes":
+        elif self.hopper and self.plan.per_token and recipe.row_sum == "codes":
             sums = _window_sums(codes, counted, e_v)
         factor = torch.where(now == self.reference, 1.0, exp2(self.reference - now))
         self.out = self.out * factor.unsqueeze(-1) + self.product(codes, v)
@@ -224,7 +226,7 @@ class _ChunkBackward:
         self.plan, self.chunk = plan, chunk
         self.exact = bool(plan.recipe.exact_operands)
         self.scores = _Scores(plan, chunk, payloads)
-        self.hopper = self.scores.hopper
+        self.hopper = plan.recipe.products == "hopper"
         self.product = hopper_product if self.hopper else exact_product
         self.span = HOPPER_SPAN if self.hopper else PROMOTION
         eight = ("q8", "k8") if plan.recipe.format == "nvfp4" else ("q", "k")

@@ -1,4 +1,4 @@
-"""MXFP8 attention forward on Hopper, batched and packed: the twin of ``reference.folded.forward``.
+"""MXFP8 and NVFP4 attention forward on Hopper, batched and packed: the twin of ``reference.folded.forward``.
 
 One producer warp loads tiles by TMA, a second one their scales, and two warpgroups of 64 queries each compute. The
 warpgroups take turns at the powers, which both of them together would wait for. A tile's partial output is one
@@ -44,10 +44,11 @@ class Forward:
             that sums codes. A launch of each kind does all items: each passes over the other's. row_sum "weights" is
             one careful launch.
         exact: every token has an exponent of its own. One launch, not careful, does all documents.
+        format: "mxfp8", or "nvfp4", whose q and k come as the BF16 numbers that their codes and scales stand for.
         exponential: "exact" or "schraudolph".
 
     Raises:
-        ValueError: a head dimension, number of stages, exponential or combination that there is no kernel for.
+        ValueError: a head dimension, number of stages, format, exponential or combination that there is no kernel for.
     """
 
     def __init__(
@@ -62,12 +63,17 @@ class Forward:
         careful: bool = False,
         exact: bool = False,
         exponential: str = "exact",
-        stages: int = 4,
+        format: str = "mxfp8",
+        stages: int | None = None,
     ) -> None:
+        if format not in ("mxfp8", "nvfp4"):
+            raise ValueError(f"format must be 'mxfp8' or 'nvfp4', got {format!r}")
+        self.wide = format == "nvfp4"  # whether q and k are BF16, without exponents
         if head_dim not in (64, 128):
             raise ValueError(f"head_dim must be 64 or 128, got {head_dim}")
-        if stages not in (2, 4):
-            raise ValueError(f"stages must be 2 or 4, got {stages}")
+        stages = stages or (2 if self.wide and head_dim == 128 else 4)  # four do not fit there
+        if stages not in (2, 4) or (self.wide and head_dim == 128 and stages == 4):
+            raise ValueError(f"stages must be 2 or 4, 2 for format='nvfp4' with head_dim=128, got {stages}")
         if exponential not in ("exact", "schraudolph"):
             raise ValueError(f"exponential must be 'exact' or 'schraudolph', got {exponential!r}")
         if exact and careful:
@@ -84,14 +90,14 @@ class Forward:
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,  # E4M3 [T, heads, D]
-        mK: cute.Tensor,  # E4M3 [Tk, kv heads, D]
+        mQ: cute.Tensor,  # E4M3 (nvfp4: BF16) [T, heads, D]
+        mK: cute.Tensor,  # E4M3 (nvfp4: BF16) [Tk, kv heads, D]
         mV: cute.Tensor,  # E4M3 [kv heads, D, C], tokens in "mma" order
         mO: cute.Tensor,  # BF16 or FP16 [T, heads, D]
         mLse: cute.Tensor,  # FP32 [heads, T], base 2
         mM: cute.Tensor,  # FP32 [heads, T]
-        eQ: cute.Tensor,  # UE8M0 [heads, T]
-        eK: cute.Tensor,  # UE8M0 [kv heads, Tk]
+        eQ: cute.Tensor,  # UE8M0 [heads, T]; nvfp4: of any size
+        eK: cute.Tensor,  # UE8M0 [kv heads, Tk]; nvfp4: of any size
         eV: cute.Tensor,  # UE8M0 [kv heads, Tk]
         uneven: cute.Tensor,  # uint8 [kv heads, documents]: e_V varies by more than bounds.FOLD_RANGE
         items: cute.Tensor,  # int32 [n, 4]
@@ -107,8 +113,10 @@ class Forward:
         stream: cuda.CUstream,
     ):
         d, stages = self.head_dim, self.stages
-        row_atom = self._atom(d)
-        column_atom = self._atom(TILE)
+        f8, k_major = Float8E4M3FN, OperandMajorMode.K
+        kind = BFloat16 if self.wide else f8
+        row_atom = self._atom(d, kind)
+        column_atom = self._atom(TILE, f8)
         sQ_layout = cute.tile_to_shape(row_atom, (TILE, d), (0, 1))
         sK_layout = cute.tile_to_shape(row_atom, (TILE, d, stages), (0, 1, 2))
         sV_layout = cute.tile_to_shape(column_atom, (self.value_rows, TILE, stages), (0, 1, 2))
@@ -120,8 +128,7 @@ class Forward:
         tmaQ, tQ = cpasync.make_tiled_tma_atom(load, mQ, sQ_layout, (TILE, d))
         tmaK, tK = cpasync.make_tiled_tma_atom(load, mK, cute.select(sK_layout, [0, 1]), (TILE, d))
         tmaV, tV = cpasync.make_tiled_tma_atom(load, mV, sV_box, (d, TILE))
-        f8, k_major = Float8E4M3FN, OperandMajorMode.K
-        mma_qk = hopper.make_trivial_tiled_mma(f8, f8, k_major, k_major, Float32, (2, 1, 1), (64, TILE))
+        mma_qk = hopper.make_trivial_tiled_mma(kind, kind, k_major, k_major, Float32, (2, 1, 1), (64, TILE))
         mma_pv = hopper.make_trivial_tiled_mma(
             f8, f8, k_major, k_major, Float32, (2, 1, 1), (64, self.value_rows), warpgroup.OperandSource.RMEM
         )
@@ -135,8 +142,8 @@ class Forward:
             v_full: cute.struct.MemRange[Int64, stages]
             v_empty: cute.struct.MemRange[Int64, stages]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, stages * self.scales + self.waiting], 128]
-            sQ: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sQ_layout)], 1024]
-            sK: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sK_layout)], 1024]
+            sQ: cute.struct.Align[cute.struct.MemRange[kind, cute.cosize(sQ_layout)], 1024]
+            sK: cute.struct.Align[cute.struct.MemRange[kind, cute.cosize(sK_layout)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sV_layout)], 1024]
 
         self.Storage = Storage
@@ -152,9 +159,9 @@ class Forward:
         ).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)
 
     @staticmethod
-    def _atom(bytes_per_row: int) -> Any:
-        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, Float8E4M3FN, bytes_per_row)
-        return warpgroup.make_smem_layout_atom(kind, Float8E4M3FN)
+    def _atom(row: int, dtype: Any) -> Any:
+        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, row)
+        return warpgroup.make_smem_layout_atom(kind, dtype)
 
     @cute.kernel
     def kernel(self, atoms, sources, outputs, exponents, tables, scalars, mmas, layouts):
@@ -228,6 +235,7 @@ class Forward:
         tmaQ, tmaK, tmaV = atoms
         mQ, mK, mV = sources
         d = self.head_dim
+        row_bytes = 2 * d if self.wide else d
         at, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         n, tile = Int32(0), Int32(0)
         while at < work[0]:
@@ -242,13 +250,13 @@ class Forward:
             tVs, tVg = self._partition(tmaV, sV, gV)
             cute.arch.mbarrier_wait(q_empty, (n + 1) & 1)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(q_full, TILE * d)
+                cute.arch.mbarrier_arrive_and_expect_tx(q_full, TILE * row_bytes)
             cute.copy(tmaQ, tQg, tQs, tma_bar_ptr=q_full)
             for j in cutlass.range(item.first, item.stop, unroll=1):
                 stage, phase = tile & (self.stages - 1), ((tile >> self.bits) + 1) & 1
                 cute.arch.mbarrier_wait(k_empty + stage, phase)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(k_full + stage, TILE * d)
+                    cute.arch.mbarrier_arrive_and_expect_tx(k_full + stage, TILE * row_bytes)
                 cute.copy(tmaK, tKg[None, j], tKs[None, stage], tma_bar_ptr=k_full + stage)
                 cute.arch.mbarrier_wait(v_empty + stage, phase)
                 with cute.arch.elect_one():
@@ -277,7 +285,8 @@ class Forward:
             for j in cutlass.range(item.first, item.stop, unroll=1):
                 stage, phase = tile & (self.stages - 1), ((tile >> self.bits) + 1) & 1
                 token = item.k_start + cutlass.min(j * TILE + 32 * block, item.len_k - 1)
-                k, v = Int32(eK[item.kv, token]), Int32(eV[item.kv, token])
+                k = Int32(127) if const_expr(self.wide) else Int32(eK[item.kv, token])
+                v = Int32(eV[item.kv, token])
                 broken = v == 255  # a block with a NaN or an infinity: its codes are zeros, its exponent NaN
                 top = 0 if broken else v
                 for distance in cutlass.range_constexpr(2):
@@ -321,7 +330,8 @@ class Forward:
                     key = j * TILE + first + 8 * (i // 2) + i % 2
                     token = item.k_start + cutlass.min(key, item.len_k - 1)
                     v = Int32(eV[item.kv, token])
-                    k_scale[i] = as_float(Int32(eK[item.kv, token]) << 23)
+                    if const_expr(not self.wide):
+                        k_scale[i] = as_float(Int32(eK[item.kv, token]) << 23)
                     v_exponent[i] = Float32.nan if v == 255 else Float32(v + (self.p_shift - 127))
                     column, code = softmax.token_column(v)
                     columns, codes = [*columns, column], [*codes, code << 8 * i]
@@ -336,7 +346,8 @@ class Forward:
                     # 16-byte pieces of a row are swizzled by its number.
                     sV_words[stage, (self.head_dim + row) * TILE // 4 + ((lane // 4) ^ row) * 4 + lane % 4] = word
                 for start, numbers in ((K_SCALE, k_scale), (V_EXPONENT, v_exponent)):
-                    cute.autovec_copy(numbers, self.numbers(scales, start)[None, lane // 4, lane % 4, stage])
+                    if const_expr(start == V_EXPONENT or not self.wide):
+                        cute.autovec_copy(numbers, self.numbers(scales, start)[None, lane // 4, lane % 4, stage])
                 if lane == 0:
                     scales[stage, FLAG] = Float32(1.0) if flag else Float32(0.0)
                 cute.arch.fence_view_async_shared()
@@ -492,7 +503,8 @@ class Forward:
             bounds = softmax.mask(s, row, j * TILE, shift, len_k, left, right, self.masks)
         fresh = masked or self.masks.left
         if const_expr(self.exact):
-            k_scale, v_exponent = (self.per_key(scales, start, stage) for start in (K_SCALE, V_EXPONENT))
+            v_exponent = self.per_key(scales, V_EXPONENT, stage)
+            k_scale = None if const_expr(self.wide) else self.per_key(scales, K_SCALE, stage)
             held = self.held(scales)
             return softmax.token_references(s, rows, held, k_scale, v_exponent, self.tau, self.p_shift, fresh), bounds
         k_scale = [scales[stage, b] for b in range(4)]
@@ -509,6 +521,8 @@ class Forward:
 
     def q_scale(self, eQ, item, score_scale, row):
         """c 2^e_Q of a query of the document, or of its last."""
+        if self.wide:
+            return score_scale
         query = item.q_start + cutlass.min(row, item.len_q - 1)
         return score_scale * as_float(Int32(eQ[item.head, query]) << 23)
 
@@ -620,7 +634,7 @@ def compile_forward(
     """
     fake, free = cute.runtime.make_fake_compact_tensor, cute.sym_int32
     tokens, keys, heads, kv_heads, documents = (free() for _ in range(5))
-    d = kernel.head_dim
+    d, operand = kernel.head_dim, BFloat16 if kernel.wide else Float8E4M3FN
 
     def packed(kind: Any, *shape: Any, align: int) -> Any:
         return fake(kind, shape, stride_order=tuple(reversed(range(len(shape)))), assumed_align=align)
@@ -629,14 +643,14 @@ def compile_forward(
         return packed(kind, *shape, align=kind.width // 8)
 
     arguments = [
-        packed(Float8E4M3FN, tokens, heads, d, align=16),
-        packed(Float8E4M3FN, keys, kv_heads, d, align=16),
+        packed(operand, tokens, heads, d, align=16),
+        packed(operand, keys, kv_heads, d, align=16),
         packed(Float8E4M3FN, kv_heads, d, cute.sym_int32(divisibility=32), align=16),
         packed(dtype, tokens, heads, d, align=16),
         table(Float32, heads, tokens),
         table(Float32, heads, tokens),
-        table(Uint8, heads, tokens),
-        table(Uint8, kv_heads, keys),
+        table(Uint8, free(), free()) if kernel.wide else table(Uint8, heads, tokens),
+        table(Uint8, free(), free()) if kernel.wide else table(Uint8, kv_heads, keys),
         table(Uint8, kv_heads, keys),
         table(Uint8, kv_heads, documents),
         packed(Int32, free(), 4, align=16),

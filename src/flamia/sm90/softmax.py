@@ -193,17 +193,18 @@ def token_references(
 ) -> Any:
     """Scores -> z + a, in place, and f and R of both rows move on; returns R per row, 0 where there is none.
 
-    v_exponent: e_V + a. shift: a. fresh: as in ``row_references``.
+    k_scale: None where keys have no exponents. v_exponent: e_V + a. shift: a. fresh: as in ``row_references``.
     """
     q_scale = [held[r, HELD_Q] for r in range(2)]
     xs: list[Any] = [[], []]  # two chains of maxima for each row
     zs: list[Any] = [[], []]
     for k in cutlass.range_constexpr(TILE // 16):
-        scale, e = k_scale(k), v_exponent(k)
+        scale = None if const_expr(k_scale is None) else k_scale(k)
+        e = v_exponent(k)
         for i in cutlass.range_constexpr(4):
             c, j = i % 2, 2 * k + i // 2
             for r in cutlass.range_constexpr(2):
-                x = s[c, r, j] * scale[i]
+                x = s[c, r, j] if const_expr(scale is None) else s[c, r, j] * scale[i]
                 z = x * q_scale[r] + e[i]
                 s[c, r, j] = z
                 if const_expr(j == 0):
