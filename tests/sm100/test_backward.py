@@ -318,16 +318,16 @@ def test_later_tokens_do_not_reach_back(soft_device):
 
 
 @pytest.mark.parametrize(
-    ("len_q", "len_k"),
-    [([129, 0, 31, 300], [129, 5, 31, 300]), pytest.param([5, 140, 7], [0, 140, 0], marks=pytest.mark.slow)],
-    ids=str,
+    ("head_dim", "heads", "mask"),
+    [(64, 1, "full"), *(pytest.param(128, 2, mask, marks=pytest.mark.slow) for mask in ("causal", "both"))],
 )
-def test_pairs_of_ctas_agree_with_one(soft_device, len_q, len_k):
+def test_pairs_of_ctas_agree_with_one(soft_device, head_dim, heads, mask):
     """dk and dv to the bit; dq to FP16, in which one CTA's sum has more additions."""
-    case = Case(len_q, len_k, 2, 1, 128, None, 0)
-    pair = case.run(kernel(soft_device, 128, 2, CAUSAL, kind=PairBackward), ctas=4, pairs=True)
+    masks, window = MASKS[mask]
+    case = Case([129, 0, 31, 300], [129, 5, 31, 300], heads, 1, head_dim, *window)
+    pair = case.run(kernel(soft_device, head_dim, heads, masks, kind=PairBackward), ctas=4, pairs=True)
     case.check(pair)
-    one = case.run(kernel(soft_device, 128, 2, CAUSAL))
+    one = case.run(kernel(soft_device, head_dim, heads, masks))
     assert equal(pair[1:], one[1:])
 
 

@@ -41,7 +41,8 @@ class Backward:
     Args:
         head_dim: 64 or 128. ratio: query heads per kv head. masks: which sides of the window are bounded.
         rotate: whether dk is rotated back. causal_scale: the accumulator's prescale is per token, not per document.
-        deterministic: key tiles add to dq in the order of the list.
+        deterministic: key tiles add to dq in the order of the list. As CTAs then wait for one another, either all of
+            the grid's run at a time or there is one per item and kv head.
         exact: every token has an exponent of its own, and dS for dq one per query and 32 keys.
         arch: target. stages: tiles of Q and of dO in flight.
         emulated: of 16 pairs of powers, those that multiply-adds compute; None: as ``EMULATED`` says.
