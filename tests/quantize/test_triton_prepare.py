@@ -1,4 +1,8 @@
-"""Device preparation against the reference twins, bit for bit: payloads, maxima, delta, constants, gradients."""
+"""Device preparation against the reference twins, bit for bit: payloads, maxima, delta, constants, gradients.
+
+Triton's interpreter takes a second for a few hundred tokens. So every recipe meets few calls, chosen to have each head
+dimension, dtype, head ratio, mask and kind of length; the matrix draws many more.
+"""
 
 import os
 
@@ -32,7 +36,7 @@ from flamia.reference.chunks import chunks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PHASES = (Phase.explicit, Phase.generate)  # shrinking takes minutes in the interpreter
-few = settings(max_examples=4, phases=PHASES, suppress_health_check=[HealthCheck.too_slow])
+many = settings(max_examples=12, phases=PHASES, suppress_health_check=[HealthCheck.too_slow])
 RECIPES = ("mxfp8", "mxfp8-exact", "mxfp8-folded", "mxfp8-folded-exact", "nvfp4", "nvfp4-folded", "fp4")
 
 
@@ -112,6 +116,44 @@ class Case:
         return Payloads(items, twin.token_amax(sources["k"]), twin.token_amax(sources["v"]))
 
 
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a drawn call has, chosen by hand."""
+
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+    kv: int
+    ratio: int
+    dim: int
+    dtype: torch.dtype
+    tail: int
+    strided: bool
+    columns: bool
+    with_dlse: bool
+    right: int | None
+
+    def __str__(self):
+        return f"d{self.dim}"
+
+    def drawn(self):
+        heads = self.kv * self.ratio, self.kv
+        case = Case(self.lengths_q, self.lengths_k, *heads, self.dim, self.dtype, self.tail, self.dim, self.strided)
+        return case, self.kv, self.ratio, self.dim
+
+
+CALLS = [
+    Call((33, 0), (5, 20), 1, 2, 32, torch.bfloat16, 0, False, True, False, 0),
+    Call((1, 20), (1, 20), 1, 1, 64, torch.float16, 5, True, False, True, None),
+    Call((7,), (40,), 2, 1, 96, torch.bfloat16, 5, True, False, True, 3),
+    Call((3, 33), (3, 33), 1, 2, 128, torch.float16, 0, False, True, True, 0),
+]
+
+
+def pairs(first):
+    """Two of the calls for each recipe, in turns; ``first`` is where the turns start."""
+    return [(recipe, call) for n, recipe in enumerate(RECIPES) for call in CALLS[(n + first) % 2 :: 2]]
+
+
 @st.composite
 def cases(draw, dims=(32, 64, 96, 128)):
     q = draw(lengths)
@@ -127,10 +169,20 @@ def document_maxima(table, cu):
     return torch.stack([table[:, a:b].amax(1) if b > a else table.new_zeros(table.shape[0]) for a, b in pairs], 1)
 
 
+@pytest.mark.parametrize(("recipe", "call"), pairs(0), ids=str)
+def test_operands_are_the_twins(recipe, call):
+    check_operands(recipe, call.drawn(), call.columns)
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("recipe", RECIPES)
-@few
+@many
 @given(cases(), st.booleans())
-def test_operands_are_the_twins(recipe, drawn, columns):
+def test_operands_of_drawn_calls(recipe, drawn, columns):
+    check_operands(recipe, drawn, columns)
+
+
+def check_operands(recipe, drawn, columns):
     case, kv, ratio, dim = drawn
     plan = plan_of(recipe, dim, kv * ratio, kv)
     ours = prepare_forward(plan, case.q, case.k, case.v, work_lists(case.documents, None, 0), columns=columns)
@@ -191,10 +243,20 @@ def run_gradients(recipe, case, kv, ratio, dim, columns, dlse, right=0):
     return plan, payloads, lists, ours, gradients_twin(plan, case, payloads, dlse, columns)
 
 
+@pytest.mark.parametrize(("recipe", "call"), pairs(1), ids=str)
+def test_gradients_are_the_twins(recipe, call):
+    check_gradients(recipe, call.drawn(), call.columns, call.with_dlse, call.right)
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("recipe", RECIPES)
-@few
+@many
 @given(cases(), st.booleans(), st.booleans(), st.sampled_from([0, None, 3]))
-def test_gradients_are_the_twins(recipe, drawn, columns, with_dlse, right):
+def test_gradients_of_drawn_calls(recipe, drawn, columns, with_dlse, right):
+    check_gradients(recipe, drawn, columns, with_dlse, right)
+
+
+def check_gradients(recipe, drawn, columns, with_dlse, right):
     case, kv, ratio, dim = drawn
     dlse = case.dlse if with_dlse else None
     plan, payloads, _, ours, twins = run_gradients(recipe, case, kv, ratio, dim, columns, dlse, right)
@@ -213,11 +275,24 @@ def test_gradients_are_the_twins(recipe, drawn, columns, with_dlse, right):
             same(chunk.table(ours.prescale, "q")[:, :n], theirs[:, :n], "prescale")
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8-folded", "mxfp8-folded-exact", "nvfp4-folded"])
-@settings(max_examples=4, phases=PHASES)
+FOLDED = ["mxfp8-folded", "mxfp8-folded-exact", "nvfp4-folded"]
+
+
+@pytest.mark.parametrize("recipe", FOLDED)
+def test_folded_constants_are_the_twins(recipe):
+    """A document longer than the 256 queries that share C, and rows that are dead for each of the reasons."""
+    check_constants(recipe, [40, 300], 0)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("recipe", FOLDED)
+@many
 @given(st.lists(st.sampled_from([1, 40, 256, 300, 520]), min_size=1, max_size=2), st.integers(0, 99))
-def test_folded_constants_are_the_twins(recipe, lengths, seed):
-    """Documents longer than the 256 queries that share C, and rows that are dead for each of the reasons."""
+def test_folded_constants_of_drawn_lengths(recipe, lengths, seed):
+    check_constants(recipe, lengths, seed)
+
+
+def check_constants(recipe, lengths, seed):
     case = Case(lengths, lengths, 2, 1, 32, torch.bfloat16, 3, seed)
     plan, payloads, _, ours, (items, delta, _, do_norm) = run_gradients(recipe, case, 1, 2, 32, False, None)
     empty = torch.empty(0)
@@ -246,11 +321,25 @@ def test_running_maxima_restart_at_documents():
             same(ours[:, a:b], table[:, a:b].cummax(1).values if b > a else table[:, a:b])
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-folded-exact", "nvfp4", "fp4"])
+SCALES = ["mxfp8", "mxfp8-folded-exact", "nvfp4", "fp4"]  # of the accumulator: each kind
+
+
+@pytest.mark.parametrize("recipe", SCALES)
+@pytest.mark.parametrize(("fragments", "call"), [(False, CALLS[2]), (True, CALLS[3])], ids=str)
+def test_dq_is_the_twins(recipe, fragments, call):
+    check_dq(recipe, fragments, call.drawn())
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("recipe", SCALES)
 @pytest.mark.parametrize("fragments", [False, True])
-@settings(few, max_examples=2)
+@many
 @given(cases(dims=(32, 96, 128)))
-def test_dq_is_the_twins(recipe, fragments, drawn):
+def test_dq_of_drawn_calls(recipe, fragments, drawn):
+    check_dq(recipe, fragments, drawn)
+
+
+def check_dq(recipe, fragments, drawn):
     case, kv, ratio, dim = drawn
     plan, payloads, lists, gradients, (_, _, _, do_norm) = run_gradients(recipe, case, kv, ratio, dim, False, case.dlse)
     k_maxima, v_maxima = (document_maxima(t, case.documents.cu_seqlens_k) for t in (payloads.k_amax, payloads.v_amax))
