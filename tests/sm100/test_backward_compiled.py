@@ -11,6 +11,7 @@ import pytest
 from flamia.sm100.memory import SLACK, BackwardSharedMemory, BackwardTensorMemory, PairSharedMemory, PairTensorMemory
 
 PAGE = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
+EXACT = {"exact": True, "causal_scale": True, "deterministic": True}
 SECTION = PAGE[PAGE.index("## The Blackwell backward") :]
 
 
@@ -82,9 +83,7 @@ def test_plans_that_do_not_fit_are_refused(monkeypatch):
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
 @pytest.mark.parametrize("head_dim", [128, 64])
 @pytest.mark.parametrize("mask", [(False, False), (False, True), (True, True)], ids=str)
-@pytest.mark.parametrize(
-    "options", [{}, {"exact": True, "causal_scale": True}, {"deterministic": True}, {"pairs": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, EXACT, {"deterministic": True}, {"pairs": True}], ids=str)
 def test_compiles_without_spills(arch, head_dim, mask, options, tmp_path, monkeypatch):
     cute = pytest.importorskip("cutlass.cute", reason="needs nvidia-cutlass-dsl")
     pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi")
