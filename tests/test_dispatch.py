@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flamia
 from flamia import Recipe, attention, flash_attn_func, flash_attn_varlen_func
+from flamia.sm90 import kernels
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
 
@@ -58,8 +59,10 @@ def test_auto_takes_hopper_kernels_on_hopper(device, asked):
     flash_attn_func(*tensors(), recipe="mxfp8-exact")
     fast = Recipe(variant="folded", exponential="schraudolph", training=False)
     flash_attn_func(*tensors(), recipe=fast)
-    assert [backend for _, backend in asked] == ["sm90"] * 5
-    assert [recipe for recipe, _ in asked[-2:]] == [Recipe(variant="folded").exact(), fast]
+    flash_attn_func(*tensors(), recipe="nvfp4")
+    assert [backend for _, backend in asked] == ["sm90"] * 6
+    nvfp4 = Recipe(format="nvfp4", variant="folded")
+    assert [recipe for recipe, _ in asked[-3:]] == [Recipe(variant="folded").exact(), fast, nvfp4]
 
 
 def test_names_stand_for_the_folded_variant_on_hopper_and_recipes_for_themselves(device, asked):
@@ -85,8 +88,7 @@ def test_names_stand_for_the_folded_variant_on_hopper_and_recipes_for_themselves
 
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
-    "nvfp4": (dict(recipe="nvfp4"), "format='nvfp4' has no Hopper kernel, 'mxfp8' has"),
-    "fp4": (dict(recipe="fp4"), "format='fp4' has no Hopper kernel"),
+    "fp4": (dict(recipe="fp4"), "format='fp4' has no Hopper kernel, 'mxfp8' and 'nvfp4' have"),
     "ablation": (dict(recipe="leaky-per-tensor"), "ablations of the scales run on the reference alone"),
     "k_offset": (dict(k_offset=True), "k_offset and v_offset run on the reference alone"),
     "v_offset": (dict(v_offset=True), "k_offset and v_offset run on the reference alone"),
@@ -131,6 +133,26 @@ def test_a_gradient_is_refused_at_the_forward_call_while_there_is_no_backward(mo
     with torch.no_grad():
         flash_attn_func(*inputs)
     assert calls == [False]  # training
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        (Recipe(variant="folded"), None),
+        (Recipe(variant="folded").exact(), None),
+        (
+            Recipe(variant="folded", exact_operands=True),
+            "exact_ds=False with exact_operands=True has no Hopper backward",
+        ),
+        (Recipe(variant="folded", format="nvfp4"), "format='nvfp4' has no Hopper backward, 'mxfp8' has"),
+    ],
+    ids=str,
+)
+def test_what_the_hopper_backward_lacks_is_named(monkeypatch, recipe, said):
+    monkeypatch.setattr(kernels, "TRAINS", True)
+    got = kernels.unsupported(recipe, 128, torch.bfloat16, training=True)
+    assert got is None if said is None else said in str(got)
+    assert kernels.unsupported(recipe, 128, torch.bfloat16, training=False) is None
 
 
 @pytest.mark.parametrize("capability", [AMPERE, BLACKWELL, (12, 0)])

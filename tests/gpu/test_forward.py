@@ -2,7 +2,7 @@
 
 On a machine without the DSL: `flamia compile` elsewhere into one folder, and FLAMIA_KERNELS here.
 
-    flamia compile --out FOLDER --ratios 1,4 --recipes mxfp8,mxfp8-exact
+    flamia compile --out FOLDER --ratios 1,4 --recipes mxfp8,mxfp8-exact,nvfp4,nvfp4-exact
     flamia compile --out FOLDER --head-dims 128 --ratios 3 --masks causal
     flamia compile --out FOLDER --head-dims 128 --ratios 1 --masks left
     flamia compile --out FOLDER --ratios 1 --masks causal --dtypes fp16
@@ -104,7 +104,7 @@ LENGTHS = {
 @pytest.mark.parametrize("heads", [(2, 2), (8, 2)], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-exact"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-exact", "nvfp4", "nvfp4-exact"])
 def test_agrees_with_the_reference(dim, heads, mask, lengths, recipe):
     len_q, len_k = LENGTHS[lengths]
     q, k, v = tensors(sum(len_q) + 3, sum(len_k or len_q) + 3, *heads, dim)
@@ -132,7 +132,7 @@ def test_row_sums_of_weights():
     agree(ours(q, k, v, cu, causal=True, recipe="mxfp8-paper"), q, k, v, cu, causal=True, recipe="mxfp8-paper")
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-exact"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-exact", "nvfp4"])
 @pytest.mark.parametrize("size", [2.0**-20, 2.0**90])
 def test_documents_whose_values_differ_in_size(recipe, size):
     q, k, v = tensors(900, 900)
@@ -350,14 +350,15 @@ def test_runs_repeat_bit_by_bit():
 
 @pytest.mark.parametrize("neighbour", ["other", "huge", "nan"])
 @pytest.mark.parametrize("mask", ["full", "causal"])
-def test_a_document_does_not_see_its_neighbours(neighbour, mask):
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-exact", "nvfp4"])
+def test_a_document_does_not_see_its_neighbours(neighbour, mask, recipe):
     q, k, v = tensors(900, 900)
     cu, mine = offsets([301, 233, 366]), slice(301, 534)
-    alone = ours(q[mine], k[mine], v[mine], offsets([233]), **MASKS[mask])
+    alone = ours(q[mine], k[mine], v[mine], offsets([233]), recipe=recipe, **MASKS[mask])
     for x in (q, k, v):
         fill = {"other": x.flip(0), "huge": 1e4 * x, "nan": torch.full_like(x, torch.nan)}[neighbour]
         x[:301], x[534:] = fill[:301], fill[534:]
-    o, lse = ours(q, k, v, cu, **MASKS[mask])
+    o, lse = ours(q, k, v, cu, recipe=recipe, **MASKS[mask])
     same((o[mine], lse[:, mine]), alone)
 
 
@@ -365,7 +366,8 @@ def test_a_document_does_not_see_its_neighbours(neighbour, mask):
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "batched"])
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("later", ["other", "huge", "of all sizes"])
-def test_exact_operands_keep_later_tokens_from_earlier_rows(dim, packed, sink, later):
+@pytest.mark.parametrize("recipe", ["mxfp8-exact", "nvfp4-exact"])
+def test_exact_operands_keep_later_tokens_from_earlier_rows(dim, packed, sink, later, recipe):
     """Bitwise: o and lse of a document's first part when everything behind it is replaced.
 
     sink: the first key has nearly all of the weight, so that in the tile where seen and unseen keys meet all codes are
@@ -382,9 +384,9 @@ def test_exact_operands_keep_later_tokens_from_earlier_rows(dim, packed, sink, l
 
     def call() -> tuple[Tensor, Tensor]:
         if packed:
-            return ours(q, k, v, offsets(lengths), causal=True, recipe="mxfp8-exact")
+            return ours(q, k, v, offsets(lengths), causal=True, recipe=recipe)
         rows = (x.unflatten(0, (4, 400)) for x in (q, k, v))
-        o, lse = flash_attn_func(*rows, causal=True, recipe="mxfp8-exact", return_lse=True)
+        o, lse = flash_attn_func(*rows, causal=True, recipe=recipe, return_lse=True)
         return o.flatten(0, 1), lse.transpose(0, 1).flatten(1)
 
     first = call()
@@ -479,11 +481,21 @@ def test_a_device_that_is_not_current():
 # ------------------------------------------------------------------------------------------------------- accuracy
 
 
-@pytest.mark.parametrize(("mask", "least"), [("causal", 0.9985), ("full", 0.9982)])
-def test_cosine_with_exact_attention(mask, least):
+@pytest.mark.parametrize(
+    ("recipe", "mask", "least"),
+    [
+        ("mxfp8", "causal", 0.9985),
+        ("mxfp8", "full", 0.9982),
+        ("mxfp8-exact", "causal", 0.9985),
+        ("mxfp8-exact", "full", 0.9982),
+        ("nvfp4", "causal", 0.991),
+        ("nvfp4", "full", 0.989),
+    ],
+)
+def test_cosine_with_exact_attention(recipe, mask, least):
     g = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(4, 4096, 16, 128, generator=g, device="cuda").bfloat16() for _ in range(3))
-    o = flash_attn_func(q, k, v, **MASKS[mask])
+    o = flash_attn_func(q, k, v, recipe=recipe, **MASKS[mask])
     heads = (x.transpose(1, 2).float() for x in (q, k, v))
     exact = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=mask == "causal").transpose(1, 2)
     assert torch.cosine_similarity(o.double().flatten(), exact.double().flatten(), dim=0) >= least

@@ -16,9 +16,10 @@ import flamia
 import softgpu
 from flamia import bounds
 from flamia.documents import Documents
+from flamia.quantize.reference import dequantize, nvfp4_rows
 from flamia.reference import backend as reference
 from flamia.sm90 import backend
-from flamia.sm90.launches import clear_tail, finish_forward, uneven_documents
+from flamia.sm90.launches import clear_tail, decode_nvfp4, finish_forward, uneven_documents
 from softgpu.cutedsl import compiling
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs this on the device")
@@ -60,7 +61,13 @@ def packed(len_q, len_k, heads, kv_heads, head_dim, tail=0, dtype=torch.bfloat16
 
 @pytest.mark.parametrize(
     ("window", "options"),
-    [((None, 0), {}), ((60, 20), {}), ((None, None), dict(row_sum="weights")), ((None, 0), dict(exact_operands=True))],
+    [
+        ((None, 0), {}),
+        ((60, 20), {}),
+        ((None, None), dict(row_sum="weights")),
+        ((None, 0), dict(exact_operands=True)),
+        ((None, 0), dict(format="nvfp4")),
+    ],
     ids=str,
 )
 def test_from_tensors_to_outputs(hopper, window, options):
@@ -92,9 +99,10 @@ def test_documents_whose_values_differ_in_size(hopper):
 
 
 @pytest.mark.parametrize("lengths", [[140], [70, 5, 90]], ids=["one", "packed"])
-def test_exact_operands_keep_later_tokens_from_earlier_rows(hopper, lengths):
+@pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
+def test_exact_operands_keep_later_tokens_from_earlier_rows(hopper, lengths, form):
     """Every document's second half becomes another sample, its values of sizes from 2^-30 to 2^30."""
-    plan = native_plan(2, 1, 64, None, 0, exact_operands=True)
+    plan = native_plan(2, 1, 64, None, 0, format=form, exact_operands=True)
     q, k, v, documents = packed(lengths, lengths, 2, 1, 64, tail=3)
     first = backend.run_forward(plan, q, k, v, documents)
     later = torch.cat([torch.arange(n) >= n // 2 for n in lengths] + [torch.zeros(3, dtype=torch.bool)])
@@ -177,9 +185,10 @@ def test_nothing_to_attend_to(hopper, len_q, len_k):
     assert (result.row_max == 0).all()
 
 
+@pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
 @pytest.mark.parametrize("neighbour", ["other", "huge", "nan"])
-def test_a_document_does_not_see_its_neighbours(hopper, neighbour):
-    plan = native_plan(1, 1, 64, None, 0)
+def test_a_document_does_not_see_its_neighbours(hopper, neighbour, form):
+    plan = native_plan(1, 1, 64, None, 0, format=form)
     q, k, v, documents = packed([37, 70, 90], [37, 70, 90], 1, 1, 64)
     mine = slice(37, 107)
     cu = torch.tensor([0, 70], dtype=torch.int32)
@@ -236,6 +245,19 @@ def test_uneven_documents_equal_their_twin(lengths, per_token, spread):
     assert not flags[1].any()
     assert bool(flags.any()) is (spread > bounds.FOLD_RANGE and max(lengths) > 60)
     assert careful.item() == (17 if flags.any() else 0)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 64), (37, 3, 128), (0, 2, 64)], ids=str)
+def test_nvfp4_values_are_exact_in_bf16(shape):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=g) * torch.exp2(4 * torch.randn(*shape[:2], 1, generator=g))
+    if shape[0] > 1:
+        x[5, 0, 20] = torch.nan
+    payload = nvfp4_rows(x)
+    got = decode_nvfp4(payload)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got.float().nan_to_num(7e7), dequantize(payload).nan_to_num(7e7))
+    assert torch.equal(got.isnan().any(-1), x.isnan().any(-1))
 
 
 @pytest.mark.parametrize("tail", [0, 1, 200])

@@ -11,14 +11,14 @@ from torch import Tensor
 from flamia.compiler import load
 from flamia.documents import Documents
 from flamia.plan import Plan
-from flamia.quantize.payloads import E4M3Payload, Payloads, empty_payloads
+from flamia.quantize.payloads import E4M3Payload, NVFP4Rows, Payloads, empty_payloads
 from flamia.quantize.triton_finish import document_prescale, finish_dq
 from flamia.quantize.triton_gradients import Gradients
 from flamia.quantize.triton_lists import list_words, lists_in, work_lists
 from flamia.quantize.triton_prepare import prepare_backward, prepare_forward
 from flamia.reference.forward import Forward
 from flamia.sm90.kernels import backward_kernels, forward_kernels
-from flamia.sm90.launches import clear_tail, finish_forward, uneven_documents
+from flamia.sm90.launches import clear_tail, decode_nvfp4, finish_forward, uneven_documents
 from flamia.worklists import WorkLists, head_section
 
 L2_SHARE = 0.5  # of the L2 cache, for the keys and values that CTAs at work at the same time read
@@ -103,9 +103,9 @@ def bind_forward(
     plan: Plan, payloads: Payloads, documents: Documents, lists: WorkLists, dtype: torch.dtype
 ) -> tuple[Forward, Callable[[], None]]:
     """Unset outputs as ``forward`` returns them, and what launches the kernels that fill them."""
-    q, k, v = (_e4m3(payloads, name) for name in ("q", "k", "v"))
-    device, heads = q.codes.device, plan.heads_q
-    o = torch.empty(q.codes.shape, dtype=dtype, device=device)
+    v = _e4m3(payloads, "v")
+    device, heads = v.codes.device, plan.heads_q
+    o = torch.empty((documents.total_q, heads, plan.head_dim), dtype=dtype, device=device)
     lse2, row_max = (torch.empty((heads, documents.total_q), dtype=torch.float32, device=device) for _ in range(2))
     result = Forward(o, lse2, row_max)
     functions = [load(kernel) for kernel in forward_kernels(plan, dtype)]
@@ -118,13 +118,21 @@ def bind_forward(
 
         return result, fill
     ctas, cache = _device(device.index)
-    f8 = torch.float8_e4m3fn
-    bytes_per_token = 2 * plan.head_dim // plan.ratio  # K and V, shared by the query heads of a group
+    wide = plan.recipe.format == "nvfp4"
+    bytes_per_token = (3 if wide else 2) * plan.head_dim // plan.ratio  # K and V, shared by the query heads of a group
     cu_q, cu_k, count = documents.cu_seqlens_q, documents.cu_seqlens_k, lists.forward.count
     flags, careful = uneven_documents(v.exponents, cu_k, count, per_token=plan.per_token)
+    f8 = torch.float8_e4m3fn
+    if wide:
+        q, k = (decode_nvfp4(x) for x in (payloads["q"], payloads["k"]) if isinstance(x, NVFP4Rows))
+        exponents = (flags, flags)  # not read
+    else:
+        eight = [_e4m3(payloads, name) for name in ("q", "k")]
+        q, k = (x.codes.view(f8) for x in eight)
+        exponents = (eight[0].exponents, eight[1].exponents)
     before = (
-        *(codes.view(f8) for codes in (q.codes, k.codes, v.columns)),
-        *(o, lse2, row_max, q.exponents, k.exponents, v.exponents, flags, lists.forward.items),
+        *(q, k, v.columns.view(f8), o, lse2, row_max),
+        *(*exponents, v.exponents, flags, lists.forward.items),
     )
     section = head_section(documents.total_k, heads, bytes_per_token, int(cache * L2_SHARE))
     after = (cu_q, cu_k, lists.k.column_starts, plan.score_scale, plan.left or 0, plan.right or 0, section, ctas)
@@ -193,7 +201,9 @@ def _e4m3(payloads: Payloads, name: str) -> E4M3Payload:
 def kernel_names(plan: Plan, direction: str, dtype: torch.dtype) -> tuple[str, ...]:
     """What ran, in order, for ``last_plan()``."""
     if direction == "forward":
-        attention = (kernel.name for kernel in forward_kernels(plan, dtype))
+        attention = [kernel.name for kernel in forward_kernels(plan, dtype)]
+        if plan.recipe.format == "nvfp4":
+            attention = ["sm90.launches.decode_nvfp4", *attention]
         return ("quantize.triton_lists", "quantize.triton_operands", *attention, "sm90.launches.finish_forward")
-    attention = (kernel.name for kernel in backward_kernels(plan, dtype))
+    attention = [kernel.name for kernel in backward_kernels(plan, dtype)]
     return ("quantize.triton_lists", "quantize.triton_gradients", *attention, "quantize.triton_finish")

@@ -12,7 +12,7 @@ from flamia.plan import Plan
 from flamia.recipe import Recipe
 
 CAPABILITIES, DEVICES, ARCH, VARIANT = ((9, 0),), "Hopper (9.0)", "sm_90a", "folded"
-HEAD_DIMS = (64, 128)
+HEAD_DIMS, FORMATS = (64, 128), ("mxfp8", "nvfp4")
 TRAINS = False  # whether there is a backward
 DTYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 
@@ -40,6 +40,7 @@ def forward_kernels(plan: Plan, dtype: torch.dtype, arch: str = ARCH) -> tuple[K
             careful=careful,
             exact=plan.per_token,
             exponential=recipe.exponential,
+            format=recipe.format,
         )
         for careful in kinds
     )
@@ -98,8 +99,8 @@ def unsupported(
     recipe: Recipe, head_dim: int, dtype: torch.dtype, *, training: bool, offsets: bool = False
 ) -> str | None:
     """Why Hopper kernels cannot run a call, naming the option; None where they can."""
-    if recipe.format != "mxfp8":
-        return f"format={recipe.format!r} has no Hopper kernel, 'mxfp8' has"
+    if recipe.format not in FORMATS:
+        return f"format={recipe.format!r} has no Hopper kernel, {' and '.join(map(repr, FORMATS))} have"
     if recipe.is_ablation:
         return "ablations of the scales run on the reference alone"
     if recipe.variant != "folded":
@@ -112,6 +113,8 @@ def unsupported(
         return "k_offset and v_offset run on the reference alone"
     if training and not TRAINS:
         return "q, k or v requires a gradient, and the Hopper backward is not there yet; under torch.no_grad() it runs"
+    if training and recipe.format != "mxfp8":
+        return f"format={recipe.format!r} has no Hopper backward, 'mxfp8' has"
     if training and bool(recipe.exact_ds) != bool(recipe.exact_operands):
         return (
             f"exact_ds={recipe.exact_ds} with exact_operands={recipe.exact_operands} has no Hopper backward, "

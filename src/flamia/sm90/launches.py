@@ -1,6 +1,7 @@
 """Small launches around the Hopper kernels: which documents need the careful forward, and what no document covers.
 
-Twins: ``bounds.uneven_documents``; the rows of no document in ``reference.folded``, whose lse is natural here.
+Twins: ``bounds.uneven_documents``; the rows of no document in ``reference.folded``, whose lse is natural here;
+``quantize.reference.dequantize``.
 """
 
 # Kernels take pointers and tiles, which have no Python types.
@@ -17,9 +18,12 @@ from torch import Tensor
 
 from flamia.bounds import FOLD_RANGE
 from flamia.documents import TOKEN_BLOCK
+from flamia.quantize.payloads import NVFP4Rows
+from flamia.quantize.triton_formats import bits, decode_e2m1, decode_e4m3
 
 _DOCUMENTS, _WIDTH = 8, 256  # a program compares so many exponents of so many documents at a time
 _TOKENS = 128  # tokens per program
+_WORDS = 1024  # words of eight codes that a program decodes
 _LN2 = tl.constexpr(math.log(2.0))
 
 
@@ -69,6 +73,44 @@ def uneven_documents(
             _DOCUMENTS, _WIDTH, num_warps=4,
         )  # fmt: skip
     return flags, careful
+
+
+@triton.jit
+def _two_values(codes, scale, PLACE: tl.constexpr):
+    # Of two codes of a word, as BF16 bits: nothing is cut off.
+    low = decode_e2m1((codes >> PLACE) & 15) * scale
+    high = decode_e2m1((codes >> (PLACE + 4)) & 15) * scale
+    return ((bits(low) >> 16) & 0xFFFF) | (bits(high) & -65536)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _decode_kernel(codes_ptr, scales_ptr, out_ptr, count, WORDS: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * WORDS
+    word = start + tl.arange(0, WORDS)
+    inside = word < count
+    codes = tl.load(codes_ptr + word, inside, 0)
+    scale = decode_e4m3(tl.load(scales_ptr + word // 2, inside, 0), False)
+    # Words, not bytes, where another thread stores what one has decoded.
+    even = tl.join(_two_values(codes, scale, 0), _two_values(codes, scale, 16))
+    odd = tl.join(_two_values(codes, scale, 8), _two_values(codes, scale, 24))
+    out = start * 4 + tl.arange(0, 4 * WORDS)
+    tl.store(out_ptr + out, tl.reshape(tl.join(even, odd), (4 * WORDS,)), out < count.to(tl.int64) * 4)
+
+
+def decode_nvfp4(payload: NVFP4Rows) -> Tensor:
+    """The numbers that codes and scales stand for, BF16 [T, N, D]: exact, since they have six significant bits.
+
+    A scale of NaN makes its 16 numbers NaN.
+    """
+    total, heads, half = payload.codes.shape
+    out = torch.empty((total, heads, 2 * half), dtype=torch.bfloat16, device=payload.codes.device)
+    count = out.numel() // 8
+    if count:
+        grid = (triton.cdiv(count, _WORDS),)
+        _decode_kernel[grid](
+            payload.codes.view(torch.int32), payload.scales, out.view(torch.int32), count, _WORDS, num_warps=4
+        )  # fmt: skip
+    return out
 
 
 @triton.jit(do_not_specialize=["total", "documents"])

@@ -199,7 +199,7 @@ def token_references(
     xs: list[Any] = [[], []]  # two chains of maxima for each row
     zs: list[Any] = [[], []]
     for k in cutlass.range_constexpr(TILE // 16):
-        scale = None if const_expr(k_scale is None) else k_scale(k)
+        scale: Any = None if const_expr(k_scale is None) else k_scale(k)
         e = v_exponent(k)
         for i in cutlass.range_constexpr(4):
             c, j = i % 2, 2 * k + i // 2
