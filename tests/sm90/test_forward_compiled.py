@@ -25,6 +25,8 @@ OPTIONS = [
     dict(format="nvfp4"),
     dict(exact=True),
     dict(exact=True, row_sum="weights"),
+    dict(exact=True, exponential="schraudolph"),
+    dict(exact=True, format="nvfp4"),
 ]
 FEW = [(128, "causal", options) for options in OPTIONS]
 ALL = [(head_dim, masks, options) for head_dim in (64, 128) for masks in MASKS for options in OPTIONS]

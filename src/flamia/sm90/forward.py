@@ -501,6 +501,8 @@ class Forward:
             row += lane_here() // 4
         if const_expr(masked):
             bounds = softmax.mask(s, row, j * TILE, shift, len_k, left, right, self.masks)
+        if const_expr(masked and self.exact):
+            bounds = j * TILE  # ``encode`` makes them of it again where it needs them: registers are scarce
         fresh = masked or self.masks.left
         if const_expr(self.exact):
             v_exponent = self.per_key(scales, V_EXPONENT, stage)
@@ -571,8 +573,18 @@ class Forward:
                 softmax.token_weights(s, rows, self.per_key(scales, V_EXPONENT, stage), self.p_shift)
             # Which documents come here depends on later keys; what they get does not (``token_corrections``).
             elif scales[stage, FLAG] != 0.0:
+                seen = self.visible(bounds, place, scalars)
                 v_exponents = self.per_key(scales, V_EXPONENT, stage), self.per_key(scales, V_EXPONENT, stage)
-                softmax.token_corrections(s, p, rows, self.held(scales), v_exponents, self.p_shift, bounds)
+                softmax.token_corrections(s, p, rows, self.held(scales), v_exponents, self.p_shift, seen)
+
+    def visible(self, k0, place, scalars):
+        """``softmax.visible`` of both rows in the tile from key k0 on; None for None."""
+        if k0 is None:
+            return None
+        row, shift, len_k = place
+        _, left, right, _ = scalars
+        limits = (k0, shift, len_k, left, right, self.masks)
+        return [softmax.visible(row + lane_here() // 4 + 8 * r, *limits) for r in range(2)]
 
     @cute.jit
     def gemm(self, mma, accumulator, a, b):

@@ -56,20 +56,27 @@ def reset(rows: cute.Tensor) -> None:
 
 
 @cute.jit
+def visible(row: Int32, k0: Int32, shift: Int32, len_k: Int32, left: Int32, right: Int32, masks: Any) -> Any:
+    """First and past-last column of a tile, whose first key is k0, that a query sees."""
+    diagonal = row + shift - k0
+    stop = len_k - k0
+    if const_expr(masks.right):
+        stop = cutlass.min(stop, diagonal + right + 1)
+    start = Int32(0)
+    if const_expr(masks.left):
+        start = diagonal - left
+    return start, stop
+
+
+@cute.jit
 def mask(
     s: cute.Tensor, row: Int32, k0: Int32, shift: Int32, len_k: Int32, left: Int32, right: Int32, masks: Any
 ) -> Any:
-    """-inf for keys that a row does not see; returns per row the first and the past-last visible column of the tile."""
+    """-inf for keys that a row does not see; returns ``visible`` of both rows."""
     lane = cute.arch.lane_idx()
     bounds = []
     for r in cutlass.range_constexpr(2):
-        diagonal = row + 8 * r + shift - k0
-        stop = len_k - k0
-        if const_expr(masks.right):
-            stop = cutlass.min(stop, diagonal + right + 1)
-        start = Int32(0)
-        if const_expr(masks.left):
-            start = diagonal - left
+        start, stop = visible(row + 8 * r, k0, shift, len_k, left, right, masks)
         bounds.append((start, stop))
         first, last = start - 2 * (lane % 4), stop - 2 * (lane % 4)
         for j in cutlass.range_constexpr(TILE // 8):
