@@ -14,6 +14,9 @@ from softgpu import ALL, Device, SoftFunction
 from softgpu.cutedsl import compiling
 from softgpu.host import DeviceView
 
+#: what FlashAttention-4 has compiled, one dictionary per cache of its own, by target, multiprocessors and switches
+_COMPILED: dict[tuple, list[dict]] = {}
+
 
 class HostTensor(torch.Tensor):
     """A CPU tensor that says it is on a GPU, for code that only asks."""
@@ -49,17 +52,25 @@ def flash_attention(device: Device, arch: str, edit=None):
     functions = ("_flash_attn_fwd", "_flash_attn_bwd", "_bwd_preprocess", "_bwd_postprocess_convert")
     caches = [getattr(interface, name).compile_cache for name in functions]
     saved = [dict(c.cache) for c in caches]
+    switches = sorted((n, x) for n, x in vars(interface.utils).items() if n.startswith("_fa_") and isinstance(x, bool))
+    kept = (
+        [{} for _ in caches] if edit else _COMPILED.setdefault((arch, device.num_sms, *switches), [{} for _ in caches])
+    )
     utils.from_dlpack = lambda t, **k: original(DeviceView(t.as_subclass(torch.Tensor)), **k)
     interface._get_device_arch = lambda: number
     cutlass.utils.HardwareInfo = Hardware
     try:
-        for c in caches:
+        for c, k in zip(caches, kept, strict=True):
             c.cache.clear()
+            c.cache.update(k)
+            for function in k.values():
+                function.device = device
         with compiling(device, arch, edit):
             yield interface
     finally:
         utils.from_dlpack, interface._get_device_arch, cutlass.utils.HardwareInfo = original, arch_of, hardware
-        for c, s in zip(caches, saved, strict=True):
+        for c, k, s in zip(caches, kept, saved, strict=True):
+            k.update(c.cache)
             c.cache.clear()
             c.cache.update(s)
 
@@ -157,6 +168,7 @@ class Recorded:
     """The launches of one FlashAttention-4 case, to be run again with edited PTX."""
 
     def __init__(self, arch: str, **case):
+        self.device = Device()  # of every run, since it keeps the kernels that it has translated
         self.calls, self._before = [], {}
         original = SoftFunction.__call__
         log, before = self.calls, self._before
@@ -176,10 +188,15 @@ class Recorded:
 
         SoftFunction.__call__ = call
         try:
-            self.errors, self.out = run_case(Device(), arch, **case)
+            self.errors, self.out = run_case(self.device, arch, **case)
         finally:
             SoftFunction.__call__ = original
         self.truth = {n: t.clone() for n, t in self.out.items()}
+
+    @property
+    def reports(self):
+        """Of the launches of the last run."""
+        return self.device.reports
 
     def text(self, part: str) -> str:
         """PTX of the only function whose kernels' names contain ``part``."""
@@ -194,14 +211,14 @@ class Recorded:
             raw.copy_(content)
         for t in self.out.values():
             t.fill_(float("nan"))
-        device = Device(seed=seed, checks=checks)
+        self.device.seed, self.device.checks, self.device.reports = seed, checks, []
         for function, args in self.calls:
-            ptx = function.ptx
             if part and any(part in k for k in function.module_ptx.kernels):
-                ptx = edit(ptx)
+                ptx = edit(function.ptx)
                 assert ptx != function.ptx
-            function.with_ptx(ptx, device)(*args)
-        self.reports = device.reports
+                function = function.with_ptx(ptx)
+            function.device = self.device
+            function(*args)
         out = {}
         for n, t in self.out.items():
             want = self.truth[n].double()
