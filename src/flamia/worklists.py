@@ -45,11 +45,13 @@ class WorkList:
         items: int32 [capacity, 4]: document, first token of the tile within it, tokens, cost. Document -1 past the end.
         count: int32 [1], items in use.
         tile: tokens per item.
+        claims: int32 [2], zeros: counters for a kernel whose CTAs claim items, which it leaves as zeros.
     """
 
     items: Tensor
     count: Tensor
     tile: int
+    claims: Tensor
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,8 @@ def _work_list(own: Tensor, other: Tensor, total: int, tile: int, block: int, be
     order = torch.sort(torch.where(real, -cost, 1), stable=True).indices
     table = torch.stack((owner, begin, size, cost), 1)
     table = torch.where(real.unsqueeze(1), table, table.new_tensor([-1, 0, 0, 0]))
-    return WorkList(table[order].to(torch.int32), starts[-1:].to(torch.int32), tile)
+    claims = torch.zeros(2, dtype=torch.int32, device=own.device)
+    return WorkList(table[order].to(torch.int32), starts[-1:].to(torch.int32), tile, claims)
 
 
 def work_lists(documents: Documents, left: int | None, right: int | None, tiling: Tiling | None = None) -> WorkLists:

@@ -158,9 +158,11 @@ class Case:
             dk, dv, accumulator, turns, self.addend, self.b, self.unit, self.power,
             q.exponents, k.exponents, v.exponents,
             self.token_scale if causal else self.document_scale, lists.backward.items, lists.backward.count,
+            lists.backward.claims,
             documents.cu_seqlens_q, documents.cu_seqlens_k, lists.q.column_starts, lists.k.column_starts,
             plan.score_scale, plan.softmax_scale, *self.window, section, ctas,
         )  # fmt: skip
+        assert not lists.backward.claims.any()  # ready for another launch
         slabs = accumulator.view(plan.heads_q, -1, 16 * plan.head_dim)
         rows = slabs[..., fragment_order(plan.head_dim).flatten()].view(accumulator.shape).transpose(0, 1)
         sums = TokenMap.build(documents.cu_seqlens_q, documents.total_q).unpad(rows).float()

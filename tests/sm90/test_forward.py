@@ -126,7 +126,8 @@ class Case:
             exponents = [self.q.exponents, self.k.exponents]
         codes = (*numbers, self.v.columns.view(f8))
         exponents += [self.v.exponents, self.uneven()]
-        work = (self.lists.forward.items, self.lists.forward.count, self.cu_q, self.cu_k, self.lists.k.column_starts)
+        items = self.lists.forward
+        work = (items.items, items.count, items.claims, self.cu_q, self.cu_k, self.lists.k.column_starts)
         for launch in launches:
             launch(*codes, o, lse2, m, *exponents, *work, self.scale, *self.window, section, ctas)
         return o, lse2, m

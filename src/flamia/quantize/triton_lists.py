@@ -32,11 +32,11 @@ _PLACE, _STEP = (
 
 @triton.jit(do_not_specialize=["documents"], do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr"])
 def _scan_kernel(
-    cu_q_ptr, cu_k_ptr, starts_ptr, columns_ptr, documents, FORWARD: tl.constexpr, BACKWARD: tl.constexpr,
+    cu_q_ptr, cu_k_ptr, starts_ptr, columns_ptr, claims_ptr, documents, FORWARD: tl.constexpr, BACKWARD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Running counts, int32 [6, documents + 1], one program each: blocks and groups of q, blocks and groups of k,
-    forward tiles, backward tiles; and the column starts of q and k [2, documents + 1]."""
+    forward tiles, backward tiles; the column starts of q and k [2, documents + 1]; and four zeros."""
     table = tl.program_id(0)
     cu_ptr = cu_q_ptr if (table == 0) | (table == 1) | (table == 4) else cu_k_ptr
     unit = tl.where(table % 2 == 0, 32, 256)
@@ -46,6 +46,8 @@ def _scan_kernel(
     columns = columns_ptr + table // 2 * (documents + 1)
     is_columns = (table == 0) | (table == 2)
     before = tl.zeros((), tl.int32)
+    if table == 0:
+        tl.store(claims_ptr + tl.arange(0, 4), tl.zeros((4,), tl.int32))
     tl.store(out, 0)
     tl.store(columns, 0, is_columns)
     for first in range(0, documents, BLOCK):
@@ -229,6 +231,7 @@ def _shapes(total_q: int, total_k: int, count: int, tiling: Tiling) -> dict[str,
         "items": (items, 4),
         "starts": (6, count + 1),
         "columns": (2, count + 1),
+        "claims": (2, 2),
     }
 
 
@@ -259,8 +262,8 @@ def lists_in(buffer: Tensor, documents: Documents, tiling: Tiling | None = None)
     return WorkLists(
         TokenTables(tables["blocks_q"], tables["groups_q"], tables["columns"][0]),
         TokenTables(tables["blocks_k"], tables["groups_k"], tables["columns"][1]),
-        WorkList(tables["items"][:items_q], starts[4, count:], tiling.forward),
-        WorkList(tables["items"][items_q:], starts[5, count:], tiling.backward),
+        WorkList(tables["items"][:items_q], starts[4, count:], tiling.forward, tables["claims"][0]),
+        WorkList(tables["items"][items_q:], starts[5, count:], tiling.backward, tables["claims"][1]),
         buffer,
     )
 
@@ -287,7 +290,10 @@ def work_lists(documents: Documents, left: int | None, right: int | None, tiling
     keys = torch.empty(items_q + items_k, dtype=torch.int64 if wide else torch.int32, device=device)
     unsorted = torch.empty_like(items)
 
-    _scan_kernel[(6,)](cu_q, cu_k, starts, columns, count, tiling.forward, tiling.backward, _SCAN, num_warps=8, **EXACT)
+    _scan_kernel[(6,)](
+        cu_q, cu_k, starts, columns, tables["claims"], count, tiling.forward, tiling.backward, _SCAN, num_warps=8,
+        **EXACT,
+    )  # fmt: skip
     longest = max(capacity_q // TOKEN_BLOCK, capacity_k // TOKEN_BLOCK, groups_q, groups_k, items_q, items_k)
     if longest:
         _fill_kernel[(triton.cdiv(longest, _FILL), 6)](

@@ -135,7 +135,10 @@ def bind_forward(
         *(*exponents, v.exponents, flags, lists.forward.items),
     )
     section = head_section(documents.total_k, heads, bytes_per_token, int(cache * L2_SHARE))
-    after = (cu_q, cu_k, lists.k.column_starts, plan.score_scale, plan.left or 0, plan.right or 0, section, ctas)
+    after = (
+        *(lists.forward.claims, cu_q, cu_k, lists.k.column_starts),
+        *(plan.score_scale, plan.left or 0, plan.right or 0, section, ctas),
+    )
     # The second kernel is for uneven documents: where there are none it has no items.
     counts = (count, careful)
 
@@ -185,7 +188,8 @@ def bind_backward(
         *(x.view(f8) for x in codes),
         *(dk, dv, gradients.accumulator, turns, gradients.addend, gradients.b, gradients.unit),
         gradients.power if plan.per_token else gradients.unit,
-        *(q.exponents, k.exponents, v.exponents, scale, lists.backward.items, lists.backward.count),
+        *(q.exponents, k.exponents, v.exponents, scale),
+        *(lists.backward.items, lists.backward.count, lists.backward.claims),
         *(documents.cu_seqlens_q, documents.cu_seqlens_k, lists.q.column_starts, lists.k.column_starts),
         *(plan.score_scale, plan.softmax_scale, plan.left or 0, plan.right or 0, section, ctas),
     )

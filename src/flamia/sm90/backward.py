@@ -20,6 +20,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from flamia.sm90 import gradients
+from flamia.sm90.claims import BoardStorage, board_in, claim, init_board, leave, post, take
 from flamia.sm90.instructions import (
     as_bits,
     as_float,
@@ -102,6 +103,7 @@ class Backward:
         prescale: cute.Tensor,  # int32 [heads, documents], or [heads, T] with the causal scale
         items: cute.Tensor,  # int32 [n, 4]
         count: cute.Tensor,  # int32 [1]
+        claims: cute.Tensor,  # int32 [2]
         cu_q: cute.Tensor,  # int32 [documents + 1]
         cu_k: cute.Tensor,
         columns_q: cute.Tensor,  # int32 [documents + 1]
@@ -154,6 +156,7 @@ class Backward:
             empty: cute.struct.MemRange[Int64, stages]
             ds_full: cute.struct.MemRange[Int64, 2]
             ds_empty: cute.struct.MemRange[Int64, 2]
+            board: BoardStorage
             tops: cute.struct.Align[cute.struct.MemRange[Int32, 16], 8]
             shared_e: cute.struct.Align[cute.struct.MemRange[Int32, 8], 8]
             maxima: cute.struct.Align[cute.struct.MemRange[Int32, 640 if self.exact else 4], 16]
@@ -175,7 +178,7 @@ class Backward:
             (mdK, mdV, mdQ, turns),
             (addend, b, unit, outside, prescale),
             (eQ, eK, eV),
-            KeyTables(items, count, cu_q, cu_k, columns_q, columns_k),
+            KeyTables(items, count, claims, cu_q, cu_k, columns_q, columns_k),
             (score_scale, softmax_scale, left, right, section),
             (mma_s, mma_kv, mma_q),
             (sK_layout, sKc_layout, sQ_layout, sQc_layout, halves_layout, sdS_layout),
@@ -200,9 +203,11 @@ class Backward:
         # dS exponents of two blocks (exact: what ``maxima`` are relative to), [block, buffer, half of the keys]
         shared_e = cute.make_tensor(storage.shared_e.data_ptr(), cute.make_layout((2, 2, 2)))
         maxima = cute.make_tensor(storage.maxima.data_ptr(), cute.make_layout((80, 4, 2)))
+        board = board_in(storage.board)
         if warp == 0:
             with cute.arch.elect_one():
                 self._init_barriers(barriers)
+                init_board(board, 9)  # the warp that loads, and eight that compute
                 for i in cutlass.range_constexpr(16):
                     tops[i] = Int32(0)
         if const_expr(self.exact):
@@ -220,7 +225,7 @@ class Backward:
         table = cute.make_layout((self.rows, self.stages))
         values = cute.make_tensor(storage.numbers.data_ptr(), table)
         heads = outputs[0].shape[1]
-        work = (tables.count[0] * heads, tables, scalars)
+        work = (tables.count[0] * heads, tables, scalars, board)
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
@@ -250,7 +255,7 @@ class Backward:
             cute.arch.mbarrier_init(ds_empty + buffer, consumers)
 
     def item(self, at, work) -> KeyItem:
-        _, tables, (_, _, left, right, section) = work
+        _, tables, (_, _, left, right, section), _ = work
         return key_item_at(at, section, left, right, tables, self.masks)
 
     @cute.jit
@@ -259,8 +264,8 @@ class Backward:
         kv_full, kv_empty, full, empty, _, _ = barriers
         mK, mV, cK, mQ, mT, cQ, cT = sources
         d = self.head_dim
-        at, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        n, tile = Int32(0), Int32(0)
+        m, n, tile = Int32(0), Int32(0), Int32(0)
+        at = take(work[3], m)
         while at < work[0]:
             item = self.item(at, work)
             if item.first < item.stop:
@@ -291,7 +296,8 @@ class Backward:
                         s, g = parts[i]
                         cute.copy(atoms[3 + i], g[None, j], s[None, stage], tma_bar_ptr=full + stage)
                     tile += 1
-            at += step
+            m += 1
+            at = take(work[3], m)
 
     @staticmethod
     def _partition(atom, shared, tiles):
@@ -300,13 +306,13 @@ class Backward:
 
     @cute.jit
     def load_numbers(self, numbers, eQ, values, work, barriers):
-        """Producer warp: what a step's queries bring along, two queries per lane."""
+        """Producer warp: claims items; what a step's queries bring along, two queries per lane."""
         empty, full = barriers[3], barriers[2]
         addend, b, unit, outside, prescale = numbers
         lane = cute.arch.lane_idx()
-        at, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        tile = Int32(0)
+        at, m, tile = cute.arch.block_idx()[0], Int32(0), Int32(0)
         while at < work[0]:
+            post(work[3], m, at)
             item = self.item(at, work)
             for h in cutlass.range(self.ratio, unroll=1):
                 head = item.kv * self.ratio + h
@@ -354,7 +360,10 @@ class Backward:
                     if lane == 0:
                         cute.arch.mbarrier_arrive(full + stage)
                     tile += 1
-            at += step
+            m += 1
+            at = claim(work[1].claims)
+        post(work[3], m, at)
+        leave(work[1].claims)
 
     @cute.jit
     def compute(self, mmas, shared, plain, exponents, outputs, work, barriers):
@@ -382,8 +391,8 @@ class Backward:
         operands = (mmas, a_s, b_s, a_kv, b_kv, a_q, b_q)
         registers = (x, x_q, sums, words)
         slab = plain[5] + warp * SLAB
-        at, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        n, tile = Int32(0), Int32(0)
+        m, n, tile = Int32(0), Int32(0), Int32(0)
+        at = take(work[3], m)
         while at < work[0]:
             item = self.item(at, work)
             key = item.k0 + warp * 16
@@ -421,7 +430,8 @@ class Backward:
                 self.release(kv_empty)
                 n += 1
             self.store(sums, outputs, item, warp, e_k, work[2][1], slab)
-            at += step
+            m += 1
+            at = take(work[3], m)
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -748,6 +758,7 @@ def compile_backward(
         table(Int32, heads, free()),
         packed(Int32, free(), 4, align=16),
         table(Int32, 1),
+        table(Int32, 2),
         table(Int32, free()),
         table(Int32, free()),
         table(Int32, free()),

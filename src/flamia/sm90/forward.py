@@ -21,6 +21,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from flamia.bounds import SUM_WINDOWS
 from flamia.sm90 import softmax
+from flamia.sm90.claims import BoardStorage, board_in, claim, init_board, leave, post, take
 from flamia.sm90.instructions import arrive_after, arrive_after_all, as_float, lane_here, pack_half
 from flamia.sm90.work import TILE, Item, Masks, Tables, item_at
 
@@ -102,6 +103,7 @@ class Forward:
         uneven: cute.Tensor,  # uint8 [kv heads, documents]: e_V varies by more than bounds.FOLD_RANGE
         items: cute.Tensor,  # int32 [n, 4]
         count: cute.Tensor,  # int32 [1]
+        claims: cute.Tensor,  # int32 [2]
         cu_q: cute.Tensor,  # int32 [documents + 1]
         cu_k: cute.Tensor,
         columns: cute.Tensor,  # int32 [documents + 1]
@@ -141,6 +143,7 @@ class Forward:
             k_empty: cute.struct.MemRange[Int64, stages]
             v_full: cute.struct.MemRange[Int64, stages]
             v_empty: cute.struct.MemRange[Int64, stages]
+            board: BoardStorage
             scales: cute.struct.Align[cute.struct.MemRange[Float32, stages * self.scales + self.waiting], 128]
             sQ: cute.struct.Align[cute.struct.MemRange[kind, cute.cosize(sQ_layout)], 1024]
             sK: cute.struct.Align[cute.struct.MemRange[kind, cute.cosize(sK_layout)], 1024]
@@ -152,7 +155,7 @@ class Forward:
             (tQ, tK, tV),
             (mO, mLse, mM),
             (eQ, eK, eV),
-            Tables(items, count, cu_q, cu_k, columns, uneven),
+            Tables(items, count, claims, cu_q, cu_k, columns, uneven),
             (score_scale, left, right, section),
             (mma_qk, mma_pv),
             (sQ_layout, sK_layout, sV_layout, sV_box),
@@ -174,9 +177,11 @@ class Forward:
         storage = SmemAllocator().allocate(self.Storage)
         names = ("q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty")
         barriers = tuple(getattr(storage, name).data_ptr() for name in names)
+        board = board_in(storage.board)
         if warp == 0:
             with cute.arch.elect_one():
                 self._init_barriers(barriers)
+                init_board(board, 9)  # the warp that loads, and eight that compute
         cute.arch.mbarrier_init_fence()
         words = self.value_rows * TILE // 4
         sV_words = cute.make_tensor(
@@ -196,7 +201,7 @@ class Forward:
         table = cute.make_layout((self.stages, self.scales), stride=(self.scales, 1))
         scales = cute.make_tensor(storage.scales.data_ptr(), table)
         heads = mQ.shape[2]
-        work = (tables.count[0] * heads, heads, tables, scalars)
+        work = (tables.count[0] * heads, heads, tables, scalars, board)
         if warp < 4:
             cute.arch.setmaxregister_decrease(EXACT_PRODUCER_REGISTERS if self.exact else PRODUCER_REGISTERS)
             if warp == 0:
@@ -224,7 +229,7 @@ class Forward:
             cute.arch.mbarrier_init(v_empty + stage, consumers)
 
     def item(self, at, work) -> Item:
-        _, heads, tables, (_, left, right, section) = work
+        _, heads, tables, (_, left, right, section), _ = work
         kind = "all" if self.weights or self.exact else "uneven" if self.careful else "even"
         return item_at(at, heads, self.ratio, section, left, right, tables, self.masks, kind)
 
@@ -236,8 +241,8 @@ class Forward:
         mQ, mK, mV = sources
         d = self.head_dim
         row_bytes = 2 * d if self.wide else d
-        at, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         n, tile = Int32(0), Int32(0)
+        at = take(work[4], n)
         while at < work[0]:
             item = self.item(at, work)
             gQ = cute.local_tile(
@@ -264,7 +269,7 @@ class Forward:
                 cute.copy(tmaV, tVg[None, j], tVs[None, stage], tma_bar_ptr=v_full + stage)
                 tile += 1
             n += 1
-            at += step
+            at = take(work[4], n)
 
     @staticmethod
     def _partition(atom, shared, tiles):
@@ -273,14 +278,17 @@ class Forward:
 
     @cute.jit
     def load_scales(self, exponents, scales, sV_words, work, barriers):
-        """Producer warp: a tile's scales, and the row of V that sums the codes. Eight lanes to a block of 32 keys."""
+        """Producer warp: claims items; a tile's scales, and the row of V that sums the codes.
+
+        Eight lanes to a block of 32 keys.
+        """
         _, _, k_full, k_empty, _, v_empty = barriers
         _, eK, eV = exponents
         lane = cute.arch.lane_idx()
         block = lane // 8
-        at, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        tile = Int32(0)
+        at, n, tile = cute.arch.block_idx()[0], Int32(0), Int32(0)
         while at < work[0]:
+            post(work[4], n, at)
             item = self.item(at, work)
             for j in cutlass.range(item.first, item.stop, unroll=1):
                 stage, phase = tile & (self.stages - 1), ((tile >> self.bits) + 1) & 1
@@ -305,7 +313,10 @@ class Forward:
                 if lane == 0:
                     cute.arch.mbarrier_arrive(k_full + stage)
                 tile += 1
-            at += step
+            n += 1
+            at = claim(work[2].claims)
+        post(work[4], n, at)
+        leave(work[2].claims)
 
     @cute.jit
     def load_token_scales(self, exponents, scales, sV_words, work, barriers):
@@ -317,9 +328,9 @@ class Forward:
         _, eK, eV = exponents
         lane = cute.arch.lane_idx()
         first = lane // 4 * 16 + lane % 4 * 2  # of keys first + {0, 1, 8, 9}
-        at, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        tile = Int32(0)
+        at, n, tile = cute.arch.block_idx()[0], Int32(0), Int32(0)
         while at < work[0]:
+            post(work[4], n, at)
             item = self.item(at, work)
             for j in cutlass.range(item.first, item.stop, unroll=1):
                 stage, phase = tile & (self.stages - 1), ((tile >> self.bits) + 1) & 1
@@ -355,7 +366,10 @@ class Forward:
                 if lane == 0:
                     cute.arch.mbarrier_arrive(k_full + stage)
                 tile += 1
-            at += step
+            n += 1
+            at = claim(work[2].claims)
+        post(work[4], n, at)
+        leave(work[2].claims)
 
     @cute.jit
     def compute(self, mmas, shared, scales, eQ, outputs, work, barriers):
@@ -379,8 +393,8 @@ class Forward:
         rows = cute.make_rmem_tensor((2, 8), Float32)
         registers = (scores, partial, out, cute.recast_tensor(tOrP, Int32), rows)
         operands = (mma_qk, mma_pv, tSrQ, tSrK, tOrP, tOrV)
-        at, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         n, tile = Int32(0), Int32(0)
+        at = take(work[4], n)
         if group == 1:
             cute.arch.barrier_arrive(barrier_id=FIRST_TURN, number_of_threads=256)
         while at < work[0]:
@@ -429,7 +443,7 @@ class Forward:
             if item.mine != 0:
                 self.store(out, rows, outputs, item, row, lane)
             n += 1
-            at += step
+            at = take(work[4], n)
 
     def held(self, scales):
         """Numbers of this thread's rows that wait in shared memory (``softmax.hold``)."""
@@ -667,6 +681,7 @@ def compile_forward(
         table(Uint8, kv_heads, documents),
         packed(Int32, free(), 4, align=16),
         table(Int32, 1),
+        table(Int32, 2),
         table(Int32, free()),
         table(Int32, free()),
         table(Int32, free()),

@@ -15,12 +15,13 @@ class KeyTables(NamedTuple):
     """Where the work is listed (``worklists``), int32 tensors.
 
     Attributes:
-        items: [n, 4]: document, first key of the tile, keys, cost. count: [1], items in use.
+        items: [n, 4]: document, first key of the tile, keys, cost. count: [1], items in use. claims: [2], counters.
         cu_q, cu_k: [documents + 1], offsets. columns_q, columns_k: [documents + 1], first positions in column payloads.
     """
 
     items: Any
     count: Any
+    claims: Any
     cu_q: Any
     cu_k: Any
     columns_q: Any

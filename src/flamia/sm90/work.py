@@ -20,12 +20,14 @@ class Tables(NamedTuple):
 
     Attributes:
         items: [n, 4]: document, first query of the tile, queries, cost. count: [1], items in use.
+        claims: [2], of ``worklists.WorkList``.
         cu_q, cu_k: [documents + 1], offsets. columns: [documents + 1], the keys' first positions in column payloads.
         uneven: uint8 [kv heads, documents]: V's exponents vary too much for the quick row sums.
     """
 
     items: Any
     count: Any
+    claims: Any
     cu_q: Any
     cu_k: Any
     columns: Any
