@@ -115,7 +115,7 @@ def test_head_dims_without_a_hopper_kernel_are_named(device, head_dim):
 
 
 @pytest.mark.parametrize("needed", [0, 1, 2])
-def test_a_gradient_is_refused_at_the_forward_call_while_there_is_no_backward(monkeypatch, needed):
+def test_a_gradient_is_refused_at_the_forward_call_where_there_is_no_backward(monkeypatch, needed):
     # Autograd needs a real device: these are on the CPU and taken for Hopper's.
     calls = []
 
@@ -127,12 +127,13 @@ def test_a_gradient_is_refused_at_the_forward_call_while_there_is_no_backward(mo
     monkeypatch.setattr(attention, "attention_forward", forward)
     inputs = tensors(device="cpu")
     inputs[needed].requires_grad_()
-    with pytest.raises(ValueError, match=r"requires a gradient, and the Hopper backward is not there yet.*no_grad"):
-        flash_attn_func(*inputs)
+    with pytest.raises(ValueError, match=r"format='nvfp4' has no Hopper backward, 'mxfp8' has; .*no_grad"):
+        flash_attn_func(*inputs, recipe="nvfp4")
     assert calls == []
     with torch.no_grad():
-        flash_attn_func(*inputs)
-    assert calls == [False]  # training
+        flash_attn_func(*inputs, recipe="nvfp4")
+    flash_attn_func(*inputs)
+    assert calls == [False, True]  # training
 
 
 @pytest.mark.parametrize(
@@ -148,8 +149,7 @@ def test_a_gradient_is_refused_at_the_forward_call_while_there_is_no_backward(mo
     ],
     ids=str,
 )
-def test_what_the_hopper_backward_lacks_is_named(monkeypatch, recipe, said):
-    monkeypatch.setattr(kernels, "TRAINS", True)
+def test_what_the_hopper_backward_lacks_is_named(recipe, said):
     got = kernels.unsupported(recipe, 128, torch.bfloat16, training=True)
     assert got is None if said is None else said in str(got)
     assert kernels.unsupported(recipe, 128, torch.bfloat16, training=False) is None

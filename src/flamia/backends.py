@@ -8,7 +8,7 @@ from typing import Any
 from flamia.sm90 import kernels as sm90
 
 # Each says which capabilities it serves (CAPABILITIES, DEVICES in words), for which architecture it compiles (ARCH),
-# which variant of a recipe it computes (VARIANT), whether it has a backward (TRAINS), why it cannot run a call
+# which variant of a recipe it computes (VARIANT), why it cannot run a call
 # (``unsupported``) and which kernels a call loads (``call_kernels``).
 KERNELS: dict[str, Any] = {"sm90": sm90}
 BY_CAPABILITY: dict[tuple[int, int], str] = {

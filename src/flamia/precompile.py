@@ -41,9 +41,7 @@ def compile_kernels(
         "full,causal,window"
     ),
     dtypes: Annotated[str, typer.Option(help="bf16, fp16, with commas.")] = "bf16",
-    backward: Annotated[
-        bool | None, typer.Option(help="Also the backward's. By default where calls use it.", show_default=False)
-    ] = None,
+    backward: Annotated[bool, typer.Option(help="Also the backward's, of recipes that have one.")] = True,
     deterministic: Annotated[bool, typer.Option(help="Kernels of calls with deterministic=True.")] = False,
     causal_scale: Annotated[bool, typer.Option(help="Also backwards with accumulator_scale='causal'.")] = False,
     peers: Annotated[
@@ -67,7 +65,7 @@ def compile_kernels(
         causal = [mask == "causal" for mask in _words(masks) if mask in ("causal", "full")]
         shapes = [(d, r, c, arch) for d in dims for r in groups for c in causal]
         kernels += [flash_attention.forward_kernel(*shape) for shape in shapes]
-        if _trains(arch, backward):
+        if backward:
             kernels += [kernel for shape in shapes for kernel in flash_attention.backward_kernels(*shape)]
     build(kernels, out, jobs or len(os.sched_getaffinity(0)))
 
@@ -79,11 +77,11 @@ def select(
     ratios: list[int],
     masks: str,
     dtypes: str,
-    backward: bool | None = None,
+    backward: bool = True,
     deterministic: bool = False,
     causal_scale: bool = False,
 ) -> Iterator[Kernel]:
-    """The distinct kernels of these calls; their backwards' with ``backward``, and where it is None if there is one.
+    """The distinct kernels of these calls; with ``backward`` their backwards', where the recipe has one.
 
     ``causal_scale`` adds the backwards of the same recipes with ``accumulator_scale="causal"``.
 
@@ -98,7 +96,6 @@ def select(
                 raise ValueError(f"{name}={word!r} is unknown: it must be one of {', '.join(known)}")
     backend = ARCHS[arch]
     room = KERNELS[backend]
-    training = _trains(arch, backward)
     seen: set[Kernel] = set()
     shapes = product(head_dims, ratios, _words(masks), _words(dtypes))
     for name, (head_dim, ratio, mask, word) in product(recipes, shapes):
@@ -108,15 +105,11 @@ def select(
             raise ValueError(f"recipes={name!r}, head_dims={head_dim}: {reason}")
         made = [recipe, dataclasses.replace(recipe, accumulator_scale="causal")] if causal_scale else [recipe]
         for each in made:
+            training = backward and room.unsupported(each, head_dim, dtype, training=True) is None
             plan = Plan(each, backend, (), head_dim, ratio, 1, 1.0, *MASKS[mask], deterministic, training)
             fresh = [kernel for kernel in room.call_kernels(plan, dtype, arch) if kernel not in seen]
             seen.update(fresh)
             yield from fresh
-
-
-def _trains(arch: str, backward: bool | None) -> bool:
-    trains: bool = KERNELS[ARCHS[arch]].TRAINS
-    return trains if backward is None else backward
 
 
 def build(kernels: list[Kernel], out: Path, jobs: int, console: Console | None = None) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 import flamia
 from flamia import flash_attn_func, flash_attn_varlen_func
-from flamia.sm90 import kernels
 
 pytest.importorskip("triton")
 pytest.importorskip("tvm_ffi")
@@ -30,11 +29,6 @@ pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper device")
 # 2^-11 of the running sum for each of its key tiles, and a last bit of ex2.approx moves one code of P and dS in some
 # 10^5. Measured: 2.7e-3 at most for dq and dk, dk and dv often equal to the bit.
 BOUND = 5e-3
-
-
-@pytest.fixture(autouse=True)
-def gradients_are_wanted(monkeypatch):
-    monkeypatch.setattr(kernels, "TRAINS", True)
 
 
 def offsets(lengths: list[int]) -> Tensor:

@@ -14,7 +14,6 @@ from flamia.recipe import Recipe
 ARCHS = {(10, 0): "sm_100a", (10, 3): "sm_103a"}  # of B200 and of B300, by capability
 VARIANT = "block"
 HEAD_DIMS = (64, 128)
-TRAINS = True  # whether there is a backward
 LONG_ROW = 32768  # keys from which pairs of CTAs do the backward wherever they can
 DTYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 

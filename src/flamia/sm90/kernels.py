@@ -13,7 +13,6 @@ from flamia.recipe import Recipe
 
 CAPABILITIES, DEVICES, ARCH, VARIANT = ((9, 0),), "Hopper (9.0)", "sm_90a", "folded"
 HEAD_DIMS, FORMATS = (64, 128), ("mxfp8", "nvfp4")
-TRAINS = False  # whether there is a backward
 DTYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 
 
@@ -111,15 +110,14 @@ def unsupported(
         return f"dtype {dtype} has no Hopper kernel, torch.bfloat16 and torch.float16 have"
     if offsets:
         return "k_offset and v_offset run on the reference alone"
-    if training and not TRAINS:
-        return "q, k or v requires a gradient, and the Hopper backward is not there yet; under torch.no_grad() it runs"
+    lacks = None
     if training and recipe.format != "mxfp8":
-        return f"format={recipe.format!r} has no Hopper backward, 'mxfp8' has"
-    if training and bool(recipe.exact_ds) != bool(recipe.exact_operands):
-        return (
+        lacks = f"format={recipe.format!r} has no Hopper backward, 'mxfp8' has"
+    elif training and bool(recipe.exact_ds) != bool(recipe.exact_operands):
+        lacks = (
             f"exact_ds={recipe.exact_ds} with exact_operands={recipe.exact_operands} has no Hopper backward, "
             "both or neither has"
         )
-    if training and recipe.accumulator != "fp16":
-        return f"accumulator={recipe.accumulator!r} has no Hopper backward, 'fp16' has"
-    return None
+    elif training and recipe.accumulator != "fp16":
+        lacks = f"accumulator={recipe.accumulator!r} has no Hopper backward, 'fp16' has"
+    return lacks and f"{lacks}; under torch.no_grad() it runs"
