@@ -149,6 +149,12 @@ class Case:
 
 
 CAUSAL, FULL, WINDOW = Masks(False, True), Masks(False, False), Masks(True, True)
+MASKED = [(FULL, (None, None)), (CAUSAL, (None, 0)), (WINDOW, (60, 20))]
+
+
+def slow(*values):
+    """A case for the matrix alone."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.slow
@@ -166,7 +172,7 @@ def test_forward_equals_its_twin(soft_device, head_dim, masks, window, len_q, le
     case.check(case.run(kernels(soft_device, head_dim, 2, masks)))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 1), (6, 2)], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2), slow(4, 1), slow(6, 2)], ids=str)
 @pytest.mark.parametrize("section", [1, 2])
 def test_shared_kv_heads_and_sections(soft_device, heads, kv_heads, section):
     if heads % section:
@@ -175,14 +181,14 @@ def test_shared_kv_heads_and_sections(soft_device, heads, kv_heads, section):
     case.check(case.run(kernels(soft_device, 64, heads // kv_heads, CAUSAL), section=section, ctas=3))
 
 
-@pytest.mark.parametrize(("masks", "window"), [(FULL, (None, None)), (CAUSAL, (None, 0)), (WINDOW, (60, 20))], ids=str)
+@pytest.mark.parametrize(("masks", "window"), [slow(*MASKED[0]), *MASKED[1:]], ids=str)
 def test_documents_whose_values_differ_in_size(soft_device, masks, window):
     case = Case([150, 200], [150, 200], 1, 1, 64, *window, uneven=True)
     assert case.uneven().tolist() == [[0, 1]]
     case.check(case.run(kernels(soft_device, 64, 1, masks)))
 
 
-@pytest.mark.parametrize(("masks", "window"), [(FULL, (None, None)), (CAUSAL, (None, 0))], ids=str)
+@pytest.mark.parametrize(("masks", "window"), [slow(*MASKED[0]), MASKED[1]], ids=str)
 def test_queries_and_keys_that_are_zeros(soft_device, masks, window):
     case = Case([150], [150], 1, 1, 64, *window, zeros=True)
     case.check(case.run(kernels(soft_device, 64, 1, masks)))
@@ -193,8 +199,11 @@ def test_row_sums_of_weights(soft_device):
     case.check(case.run(kernels(soft_device, 64, 1, CAUSAL, row_sum="weights")))
 
 
-@pytest.mark.parametrize(("masks", "window"), [(FULL, (None, None)), (CAUSAL, (None, 0)), (WINDOW, (60, 20))], ids=str)
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(
+    ("masks", "window", "exact"),
+    [(*MASKED[1], False), slow(*MASKED[0], False), slow(*MASKED[2], False), *(slow(*m, True) for m in MASKED)],
+    ids=str,
+)
 @pytest.mark.parametrize("spread", [0, 2.5], ids=["even", "uneven"])
 def test_schraudolph(soft_device, masks, window, exact, spread):
     """Of the scores' whole range: from a spread of sizes, hundreds below the row's largest."""
@@ -203,12 +212,14 @@ def test_schraudolph(soft_device, masks, window, exact, spread):
     case.check(case.run(kernels(soft_device, 64, 2, masks, exact=exact, exponential="schraudolph")))
 
 
-def test_fp16_outputs(soft_device):
-    case = Case([130], [130], 1, 1, 64, None, 0)
+@pytest.mark.parametrize("head_dim", [128, slow(64)])
+def test_fp16_outputs(soft_device, head_dim):
+    case = Case([130], [130], 1, 1, head_dim, None, 0)
     # FP16 keeps three bits more than BF16.
-    case.check(case.run(kernels(soft_device, 64, 1, CAUSAL, torch.float16), torch.float16), tolerance=3e-4)
+    case.check(case.run(kernels(soft_device, head_dim, 1, CAUSAL, torch.float16), torch.float16), tolerance=3e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [dict(p_shift=0, tau=8.0), dict(p_shift=8, tau=0.0), dict(stages=2)], ids=str)
 def test_options(soft_device, options):
     recipe = {name: value for name, value in options.items() if name != "stages"}
@@ -219,8 +230,7 @@ def test_options(soft_device, options):
 EXACT_SHAPES = [([300], [300]), ([129, 0, 31, 127], [129, 5, 31, 127]), ([33, 1, 100], [150, 1, 20])]
 EXACT_MASKS = [(FULL, (None, None)), (CAUSAL, (None, 0)), (WINDOW, (100, 0)), (WINDOW, (50, 30))]
 EXACT_FEW = [
-    (64, *EXACT_MASKS[0], *EXACT_SHAPES[2]),
-    (64, *EXACT_MASKS[3], *EXACT_SHAPES[1]),
+    (64, *EXACT_MASKS[3], *EXACT_SHAPES[2]),
     (128, *EXACT_MASKS[1], *EXACT_SHAPES[0]),
     (128, *EXACT_MASKS[1], *EXACT_SHAPES[1]),
 ]
@@ -229,7 +239,7 @@ EXACT_ALL = [(d, *masks, *shape) for d in (64, 128) for masks in EXACT_MASKS for
 
 @pytest.mark.parametrize(
     ("head_dim", "masks", "window", "len_q", "len_k"),
-    [*EXACT_FEW, *(pytest.param(*one, marks=pytest.mark.slow) for one in EXACT_ALL if one not in EXACT_FEW)],
+    [*EXACT_FEW, *(slow(*one) for one in EXACT_ALL if one not in EXACT_FEW)],
     ids=str,
 )
 @pytest.mark.parametrize("spread", [0, 1], ids=["even", "uneven"])
@@ -240,19 +250,27 @@ def test_exact_operands(soft_device, head_dim, masks, window, len_q, len_k, spre
     case.check(case.run(kernels(soft_device, head_dim, 2, masks, exact=True)))
 
 
+@pytest.mark.slow
 def test_exact_operands_with_row_sums_of_weights(soft_device):
     case = Case([200, 40], [200, 40], 2, 1, 64, None, 0, spread=2.5, row_sum="weights", exact_operands=True)
     case.check(case.run(kernels(soft_device, 64, 2, CAUSAL, row_sum="weights", exact=True)))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("masks", "window"), EXACT_MASKS, ids=str)
-@pytest.mark.parametrize("exact", [False, True], ids=["default", "exact"])
+NVFP4_FEW = [(128, *EXACT_MASKS[1], False), (64, *EXACT_MASKS[0], True)]
+NVFP4_ALL = [(d, *masks, exact) for d in (64, 128) for masks in EXACT_MASKS for exact in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "masks", "window", "exact"),
+    [*NVFP4_FEW, *(slow(*one) for one in NVFP4_ALL if one not in NVFP4_FEW)],
+    ids=str,
+)
 def test_nvfp4(soft_device, head_dim, masks, window, exact):
     case = Case([150, 0, 77], [170, 5, 40], 4, 2, head_dim, *window, format="nvfp4", spread=1, exact_operands=exact)
     case.check(case.run(kernels(soft_device, head_dim, 2, masks, exact=exact, format="nvfp4"), section=2))
 
 
+@pytest.mark.slow
 def test_nvfp4_values_of_very_different_size(soft_device):
     case = Case([150, 200], [150, 200], 1, 1, 64, None, 0, format="nvfp4", uneven=True)
     assert case.uneven().tolist() == [[0, 1]]
@@ -267,7 +285,7 @@ def test_exact_operands_of_any_size(soft_device, size):
 
 
 @pytest.mark.parametrize(("len_q", "seen"), [([150], [(0, 75)]), ([100, 31, 140], [(0, 40), (100, 131), (131, 260)])])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [slow(64), 128])
 def test_later_tokens_do_not_reach_back(soft_device, head_dim, len_q, seen):
     """Exact operands: o, lse and M of earlier rows keep their bits when all later tokens become something else."""
     launch = kernels(soft_device, head_dim, 2, CAUSAL, exact=True)

@@ -28,7 +28,7 @@ OPTIONS = [
     dict(exact=True, exponential="schraudolph"),
     dict(exact=True, format="nvfp4"),
 ]
-FEW = [(128, "causal", options) for options in OPTIONS]
+FEW = [(128, "causal", options) for options in (OPTIONS[0], OPTIONS[-1])]
 ALL = [(head_dim, masks, options) for head_dim in (64, 128) for masks in MASKS for options in OPTIONS]
 
 
