@@ -26,6 +26,11 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu run
 COMPILED = {}
 
 
+def slow(*values):
+    """A case for the matrix alone."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.fixture
 def hopper(monkeypatch, soft_device):
     """The backend with CPU tensors: kernels run on a software device, Triton is interpreted."""
@@ -63,8 +68,8 @@ def packed(len_q, len_k, heads, kv_heads, head_dim, tail=0, dtype=torch.bfloat16
     ("window", "options"),
     [
         ((None, 0), {}),
-        ((60, 20), {}),
-        ((None, None), dict(row_sum="weights")),
+        slow((60, 20), {}),
+        slow((None, None), dict(row_sum="weights")),
         ((None, 0), dict(exact_operands=True)),
         ((None, 0), dict(format="nvfp4")),
     ],
@@ -98,8 +103,8 @@ def test_documents_whose_values_differ_in_size(hopper):
     assert (lse - want_lse).abs().max() < 0.05
 
 
-@pytest.mark.parametrize("lengths", [[140], [70, 5, 90]], ids=["one", "packed"])
-@pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("lengths", [slow([140]), [70, 5, 90]], ids=["one", "packed"])
+@pytest.mark.parametrize("form", ["mxfp8", slow("nvfp4")])
 def test_exact_operands_keep_later_tokens_from_earlier_rows(hopper, lengths, form):
     """Every document's second half becomes another sample, its values of sizes from 2^-30 to 2^30."""
     plan = native_plan(2, 1, 64, None, 0, format=form, exact_operands=True)
@@ -135,8 +140,9 @@ def test_what_a_backward_needs_is_kept_in_the_announced_layout(hopper):
     ("window", "deterministic", "options"),
     [
         ((None, 0), False, {}),
-        ((60, 20), True, dict(accumulator_scale="causal")),
-        ((None, 0), False, dict(exact_operands=True, exact_ds=True, accumulator_scale="causal")),
+        slow((60, 20), True, dict(accumulator_scale="causal")),
+        ((None, 0), True, dict(exact_operands=True, exact_ds=True, accumulator_scale="causal")),
+        slow((None, 0), False, dict(exact_operands=True, exact_ds=True, accumulator_scale="causal")),
     ],
     ids=str,
 )
@@ -185,8 +191,8 @@ def test_nothing_to_attend_to(hopper, len_q, len_k):
     assert (result.row_max == 0).all()
 
 
-@pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
-@pytest.mark.parametrize("neighbour", ["other", "huge", "nan"])
+@pytest.mark.parametrize("form", ["mxfp8", slow("nvfp4")])
+@pytest.mark.parametrize("neighbour", ["other", slow("huge"), "nan"])
 def test_a_document_does_not_see_its_neighbours(hopper, neighbour, form):
     plan = native_plan(1, 1, 64, None, 0, format=form)
     q, k, v, documents = packed([37, 70, 90], [37, 70, 90], 1, 1, 64)
