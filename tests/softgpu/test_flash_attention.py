@@ -35,7 +35,7 @@ MORE = {
     "FP8, causal": ("sm_100a", None, dict(lengths_q=[256], heads=2, heads_kv=1, causal=True, dtype=FP8)),
     "sm_103a (ld.red)": ("sm_103a", None, dict(lengths_q=[384], heads=2, heads_kv=1, causal=True)),
 }  # fmt: skip
-#: what `make test` runs: causal and full, GQA and MHA, batched and ragged, 8 bits, claimed work. The matrix has the rest.
+#: what `make test` runs: causal and full, GQA and MHA, batched and ragged, 8 bits, claimed work (matrix: the rest)
 FEW = {
     ("sm_90a", "causal GQA, ragged"),
     ("sm_90a", "full MHA, batch 2"),
