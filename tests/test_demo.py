@@ -1,5 +1,6 @@
 """The demo end to end, with few steps: what it writes, what it prints, and when it fails."""
 
+import argparse
 import dataclasses
 import re
 
@@ -11,11 +12,17 @@ pytest.importorskip("matplotlib")
 import typer
 
 from flamia import demo as module
+from flamia.training import load_corpus
 
 
 @pytest.mark.slow
-def test_demo_writes_a_report_of_everything(tmp_path, capsys):
-    module.demo(out=tmp_path / "demo", tokens=256, steps=4)
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_demo_writes_a_report_of_everything(tmp_path, capsys, monkeypatch, whole):
+    if not whole:  # a target of each kind, and one module of text
+        monkeypatch.setattr(module, "AUDITED", ("torch-sdpa", "mxfp8", "mxfp8-exact", "leaky-per-tensor"))
+        monkeypatch.setattr(module, "TRAINED", ("exact", "mxfp8"))
+        monkeypatch.setattr(module, "load_corpus", lambda: load_corpus((argparse.__file__,)))
+    module.demo(out=tmp_path / "demo", tokens=128, steps=4)
     html = (tmp_path / "demo" / "report.html").read_text()
     for heading in ("How far from exact", "Does the past see the future", "Does a model train as well"):
         assert heading in html

@@ -149,7 +149,7 @@ def test_peers_say_what_they_need(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [pytest.param(True, marks=pytest.mark.matrix), False])
 def test_flash_attention_as_a_library_takes_the_arguments_it_is_given(monkeypatch, tmp_path, causal):
     """The object that goes into the library, on a software device, called as the benchmark calls the library."""
     pytest.importorskip("flash_attn")

@@ -259,20 +259,24 @@ def hopper(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_backward_of_a_call_and_its_kernel_alone(hopper):
+@pytest.mark.parametrize(
+    "name",
+    [KERNEL, *(pytest.param(x, marks=pytest.mark.matrix) for x in (CALL, CALL + CAUSAL_SCALE, KERNEL + CAUSAL_SCALE))],
+)
+def test_the_backward_of_a_call_and_its_kernel_alone(hopper, name):
     inputs = TrainingInputs.make(Workload("small", (40, 33), 2, 1, 64), True, device="cpu")
-    exact = textbook(inputs)
-    for name, make in train.ours("mxfp8", True)[BACKWARD].items():
-        call = make(inputs)
-        call.run()  # what a timed launch leaves behind must not change the results
-        assert call.results().o is None
-        # The floors are those of heads of 128; codes of 64 channels are not rotated.
-        contestant = Contestant(call, Floors(0.998, 0.997, 0.997, 0.998), None)
-        assert train.check(inputs, exact, name, contestant)[0] is None
+    call = train.ours("mxfp8", True)[BACKWARD][name](inputs)
+    call.run()  # what a timed launch leaves behind must not change the results
+    assert call.results().o is None
+    # The floors are those of heads of 128; codes of 64 channels are not rotated.
+    contestant = Contestant(call, Floors(0.998, 0.997, 0.997, 0.998), None)
+    assert train.check(inputs, textbook(inputs), name, contestant)[0] is None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("causal", "kv_heads", "dim"), [(True, 1, 64), (False, 2, 128)])
+@pytest.mark.parametrize(
+    ("causal", "kv_heads", "dim"), [(True, 1, 64), pytest.param(False, 2, 128, marks=pytest.mark.matrix)]
+)
 def test_flash_attention_as_libraries(monkeypatch, tmp_path, causal, kv_heads, dim):
     """The objects that go into the libraries, on a software device, called as the benchmark calls the libraries."""
     pytest.importorskip("flash_attn")
