@@ -61,8 +61,13 @@ def test_importing_flamia_takes_little_longer_than_torch():
         "import time; t0 = time.perf_counter(); import torch; t1 = time.perf_counter(); import flamia;"
         "t2 = time.perf_counter(); print(t1 - t0, t2 - t1)"
     )
-    tries = [tuple(map(float, python(code).split())) for _ in range(3)]
-    assert min(ours / torchs for torchs, ours in tries) < 0.35, f"seconds for torch, for flamia: {tries}"
+    tries = []
+    for _ in range(3):  # a busy machine may spoil one
+        torchs, ours = map(float, python(code).split())
+        tries.append((torchs, ours))
+        if ours / torchs < 0.35:
+            return
+    pytest.fail(f"seconds for torch, for flamia: {tries}")
 
 
 def test_version_is_the_distributions():
