@@ -28,7 +28,6 @@ from flamia.sm90.work import TILE, Item, Masks, Tables, item_at
 SUM_COLUMNS = SUM_WINDOWS  # the least that a value product can have more
 THREADS = 384
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-EXACT_PRODUCER_REGISTERS = 32
 FIRST_TURN = 1  # barriers on which the first and the second warpgroup wait for their turn at the powers
 UNIT = 8  # scales of a tile in shared memory, FP32: 2^e_K and e_V of its four blocks, and 2^-top (careful: 0)
 # The same for exact operands: 2^e_K and e_V + a of every key (``Forward.numbers``), and whether sums need corrections.
@@ -203,7 +202,7 @@ class Forward:
         heads = mQ.shape[2]
         work = (tables.count[0] * heads, heads, tables, scalars, board)
         if warp < 4:
-            cute.arch.setmaxregister_decrease(EXACT_PRODUCER_REGISTERS if self.exact else PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
                 box = cute.make_layout(
                     (*sV_box.outer.shape, self.stages), stride=(*sV_box.outer.stride, self.value_rows * TILE)
@@ -334,9 +333,14 @@ class Forward:
             item = self.item(at, work)
             for j in cutlass.range(item.first, item.stop, unroll=1):
                 stage, phase = tile & (self.stages - 1), ((tile >> self.bits) + 1) & 1
-                k_scale, v_exponent = (cute.make_rmem_tensor((4,), Float32) for _ in range(2))
-                columns, codes = [], []
+                # First, so that no register has to keep what waits to be written: there are 24.
+                cute.arch.mbarrier_wait(k_empty + stage, phase)
+                cute.arch.mbarrier_wait(v_empty + stage, phase)
+                columns = []  # of each key the column that sums it, and its code there, in one word
                 flag = item.uneven
+                k_scale, v_exponent = (
+                    self.numbers(scales, start)[None, lane // 4, lane % 4, stage] for start in (K_SCALE, V_EXPONENT)
+                )
                 for i in cutlass.range_constexpr(4):
                     key = j * TILE + first + 8 * (i // 2) + i % 2
                     token = item.k_start + cutlass.min(key, item.len_k - 1)
@@ -345,20 +349,15 @@ class Forward:
                         k_scale[i] = as_float(Int32(eK[item.kv, token]) << 23)
                     v_exponent[i] = Float32.nan if v == 255 else Float32(v + (self.p_shift - 127))
                     column, code = softmax.token_column(v)
-                    columns, codes = [*columns, column], [*codes, code << 8 * i]
+                    columns.append(column << 8 | code)
                     flag = 1 if column >= SUM_COLUMNS else flag
                 flag = cute.arch.vote_any_sync(flag != 0)
-                cute.arch.mbarrier_wait(k_empty + stage, phase)
-                cute.arch.mbarrier_wait(v_empty + stage, phase)
                 for row in cutlass.range_constexpr(SUM_COLUMNS):
                     word = Int32(0)
                     for i in cutlass.range_constexpr(4):
-                        word = word | (codes[i] if columns[i] == row else Int32(0))
+                        word = word | ((columns[i] & 255) << 8 * i if columns[i] >> 8 == row else Int32(0))
                     # 16-byte pieces of a row are swizzled by its number.
                     sV_words[stage, (self.head_dim + row) * TILE // 4 + ((lane // 4) ^ row) * 4 + lane % 4] = word
-                for start, numbers in ((K_SCALE, k_scale), (V_EXPONENT, v_exponent)):
-                    if const_expr(start == V_EXPONENT or not self.wide):
-                        cute.autovec_copy(numbers, self.numbers(scales, start)[None, lane // 4, lane % 4, stage])
                 if lane == 0:
                     scales[stage, FLAG] = Float32(1.0) if flag else Float32(0.0)
                 cute.arch.fence_view_async_shared()
