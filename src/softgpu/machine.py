@@ -381,6 +381,7 @@ class CTA:
         threads = launch.threads
         self.warps = -(-threads // WARP)
         self.fences = np.zeros(self.warps, np.int64)
+        self.registers: dict[int, int] = {}  # per thread of a warp that has executed setmaxnreg
         self.tensor_queue: deque = deque()
         self.tensor_waiters: list[Fragment] = []
         self.gangs = []

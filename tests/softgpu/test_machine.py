@@ -260,6 +260,21 @@ def test_tensor_loads_used_before_their_wait():
     assert "2 instructions use registers of a tcgen05.ld before tcgen05.wait::ld" in notes[0]
 
 
+def test_warps_cannot_ask_for_more_registers_than_there_are():
+    body = """
+	setp.lt.u32 %p1, %r0, 128;
+	@%p1 bra PRODUCER;
+	setmaxnreg.inc.sync.aligned.u32 240;
+	bra DONE;
+PRODUCER:
+	setmaxnreg.dec.sync.aligned.u32 {};
+DONE:
+	ret;"""
+    run(body.format(24), threads=384)
+    with pytest.raises(softgpu.Deadlock, match=r"setmaxnreg asks for 65536 registers.*168 a thread, 64512, at most"):
+        run(body.format(32), threads=384)
+
+
 def test_report_counts_opcodes():
     out = np.zeros(64, np.uint32)
     report = run(

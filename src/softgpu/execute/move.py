@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..errors import Deadlock
 from ..memory import PARAM_WINDOW, SHARED_WINDOW
 from ..ptx import Pair, Reg, Sink, Vec
 from ..translate import DTYPES, RAW, Value, emits, type_code
@@ -170,7 +171,6 @@ def raise_trap(f, mask):
 @emits(
     "prefetch",
     "prefetchu",
-    "setmaxnreg",
     "griddepcontrol",
     "applypriority",
     "discard",
@@ -179,6 +179,31 @@ def raise_trap(f, mask):
     "nanosleep",
 )
 def no_effect(g, i):
-    """Hints, register budgets, and launch order: no effect on results when kernels run one after another."""
+    """Hints and launch order: no effect on results when kernels run one after another."""
     if i.parts[0] == "griddepcontrol" and i.parts[1] not in ("wait", "launch_dependents"):
         raise g.unsupported("unknown form")
+
+
+@emits("setmaxnreg")
+def register_budget(g, i):
+    """No effect on results, but warps must not ask for more than the CTA has."""
+    if i.parts[1] not in ("inc", "dec"):
+        raise g.unsupported("unknown form")
+    g.line(f"{g.use(set_registers)}(f, {i.operands[0].value})")
+
+
+def set_registers(f, count):
+    """``count`` registers per thread for these warps, from what the CTA's warps had at launch.
+
+    At launch a thread has at most its share of 65,536, a multiple of 8. Once every warp has said what it needs, more
+    than that means that one of them waits for ever.
+    """
+    cta = f.cta
+    cta.registers.update(dict.fromkeys(f.lanes.warp_list, count))
+    share = min(65536 // (32 * cta.warps), 255) // 8 * 8
+    wanted = sum(cta.registers.values())
+    if len(cta.registers) == cta.warps and wanted > share * cta.warps:
+        raise Deadlock(
+            f"setmaxnreg asks for {32 * wanted} registers, and the {cta.warps} warps of a CTA have {share} a thread, "
+            f"{32 * share * cta.warps}, at most: a warp would wait for ever"
+        )
