@@ -172,7 +172,7 @@ def test_forward_equals_its_twin(soft_device, head_dim, masks, window, len_q, le
     case.check(case.run(kernels(soft_device, head_dim, 2, masks)))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2), slow(4, 1), slow(6, 2)], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), slow(1, 1), slow(4, 1), slow(6, 2)], ids=str)
 @pytest.mark.parametrize("section", [1, 2])
 def test_shared_kv_heads_and_sections(soft_device, heads, kv_heads, section):
     if heads % section:
@@ -183,15 +183,15 @@ def test_shared_kv_heads_and_sections(soft_device, heads, kv_heads, section):
 
 @pytest.mark.parametrize(("masks", "window"), [slow(*MASKED[0]), *MASKED[1:]], ids=str)
 def test_documents_whose_values_differ_in_size(soft_device, masks, window):
-    case = Case([150, 200], [150, 200], 1, 1, 64, *window, uneven=True)
+    case = Case([150, 200], [150, 200], 2, 1, 64, *window, uneven=True)
     assert case.uneven().tolist() == [[0, 1]]
-    case.check(case.run(kernels(soft_device, 64, 1, masks)))
+    case.check(case.run(kernels(soft_device, 64, 2, masks)))
 
 
 @pytest.mark.parametrize(("masks", "window"), [slow(*MASKED[0]), MASKED[1]], ids=str)
 def test_queries_and_keys_that_are_zeros(soft_device, masks, window):
-    case = Case([150], [150], 1, 1, 64, *window, zeros=True)
-    case.check(case.run(kernels(soft_device, 64, 1, masks)))
+    case = Case([150], [150], 2, 1, 64, *window, zeros=True)
+    case.check(case.run(kernels(soft_device, 64, 2, masks)))
 
 
 def test_row_sums_of_weights(soft_device):
@@ -280,8 +280,8 @@ def test_nvfp4_values_of_very_different_size(soft_device):
 @pytest.mark.parametrize("size", [2.0**-90, 2.0**-60, 2.0**30, 2.0**66, 2.0**78, 2.0**100], ids="{:.0e}".format)
 def test_exact_operands_of_any_size(soft_device, size):
     """V's exponents from the smallest to those that no column serves; a document in which only some tokens are so."""
-    case = Case([140, 40], [140, 40], 1, 1, 64, None, 0, spread=1, exact_operands=True, scale_v=(20, 150, size))
-    case.check(case.run(kernels(soft_device, 64, 1, CAUSAL, exact=True)))
+    case = Case([140, 40], [140, 40], 2, 1, 128, None, 0, spread=1, exact_operands=True, scale_v=(20, 150, size))
+    case.check(case.run(kernels(soft_device, 128, 2, CAUSAL, exact=True)))
 
 
 @pytest.mark.parametrize(("len_q", "seen"), [([150], [(0, 75)]), ([100, 31, 140], [(0, 40), (100, 131), (131, 260)])])
@@ -314,8 +314,8 @@ def test_schedule_order_changes_no_bit(soft_device, soft_device_shuffled):
 
 def test_a_document_does_not_see_its_neighbours(soft_device):
     """Bitwise: the same document alone and behind others, at an odd offset."""
-    both = Case([150, 77], [150, 77], 1, 1, 64, None, 0)
-    launches = kernels(soft_device, 64, 1, CAUSAL)
+    both = Case([150, 77], [150, 77], 2, 1, 64, None, 0)
+    launches = kernels(soft_device, 64, 2, CAUSAL)
     packed = both.run(launches)
     both.k.codes[:150], both.v.exponents[:, :150] = 0x7E, 140  # the first document becomes something else
     again = both.run(launches)
