@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -48,8 +49,13 @@ def run_forward(
         result = forward(plan, operands.payloads, documents, lists, q.dtype)
         lse = finish_forward(result.o, result.lse2, result.row_max, documents.cu_seqlens_q)
     assert lists.buffer is not None
-    kept = [*operands.payloads.flatten(), operands.maxima, lists.buffer] if plan.training else []
-    return result.o, lse, result, kept
+    if not plan.training:
+        return result.o, lse, result, []
+    v = _e4m3(operands.payloads, "v")
+    # The backward multiplies by V along the head dimension alone.
+    items = operands.payloads.items | {"v": dataclasses.replace(v, columns=v.columns.new_empty(0))}
+    payloads = dataclasses.replace(operands.payloads, items=items)
+    return result.o, lse, result, [*payloads.flatten(), operands.maxima, lists.buffer]
 
 
 def run_backward(
@@ -73,6 +79,9 @@ def run_backward(
         gradients = prepare_backward(plan, do, dlse, o, lse2, row_max, payloads, documents, lists, columns=True)
         dk, dv, launch = bind_backward(plan, payloads, gradients, k_maxima, v_maxima, documents, lists, do.dtype)
         launch()
+        # The memory of the gradient's codes serves dq.
+        del launch
+        gradients.payloads.clear()
         clear_tail(dk, dv, documents.cu_seqlens_k)
         dq = torch.empty(do.shape, dtype=do.dtype, device=do.device)
         finish_dq(plan, gradients, k_maxima, v_maxima, documents, lists.q, dq, fragments=True)
@@ -82,11 +91,12 @@ def run_backward(
 def empty_kept(plan: Plan, q: Tensor, k: Tensor, documents: int) -> list[Tensor]:
     """Uninitialised tensors like those that ``run_forward`` keeps for the backward.
 
-    Payloads, maxima of K and of V, work lists.
+    Payloads, but V's columns, which are of size 0; maxima of K and of V; work lists.
     """
+    specs = [dataclasses.replace(spec, columns=None) if spec.source == "v" else spec for spec in plan.forward_specs]
     maxima = q.new_empty((2, k.shape[1], documents), dtype=torch.float32)
     lists = q.new_empty(list_words(q.shape[0], k.shape[0], documents), dtype=torch.int32)
-    return [*empty_payloads(plan.forward_specs, q, k, documents), maxima, lists]
+    return [*empty_payloads(specs, q, k, documents), maxima, lists]
 
 
 def forward(plan: Plan, payloads: Payloads, documents: Documents, lists: WorkLists, dtype: torch.dtype) -> Forward:
