@@ -207,13 +207,6 @@ def test_presets_keep_what_is_not_changed():
     assert config.model.window == 2
 
 
-@pytest.mark.slow
-def test_a_leaking_recipe_is_learned():
-    """In as few steps as it takes, with twice the rate; the gap is some six standard errors wide."""
-    leaky = run(TrainConfig.of("probe", recipe="leaky-fp4-keys", steps=200, lr=6e-3, device="cpu")).final
-    assert leaky.gap < -4 * leaky.gap_standard_error
-
-
 @pytest.mark.matrix
 def test_a_leaking_recipe_is_learned_and_a_causal_one_is_not():
     """The bar of the demo, on a shorter run of its preset and the default corpus."""
