@@ -28,22 +28,26 @@ hypothesis.settings.load_profile("flamia")
 HERE = Path(__file__).parent
 GPU_TESTS = HERE / "gpu"
 KERNEL_TESTS = {HERE / "sm90", HERE / "sm100"}
-COMPILING_TESTS = KERNEL_TESTS | {HERE / "inspect"}
+
+
+def compiles(item: pytest.Item) -> bool:
+    return "soft_device" in getattr(item, "fixturenames", ()) or item.path.stem.endswith("_compiled")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by where they lie.
+    """Mark tests by where they lie: `make check` leaves out `slow` and `matrix`, `make test` `matrix` alone.
 
-    Under tests/gpu they are `gpu`, and skipped where torch sees no CUDA device. Where kernels are compiled they are
-    `slow`; those of the attention kernels that are slow by themselves are the whole `matrix`.
+    Under tests/gpu they are `gpu`, and skipped where torch sees no CUDA device. Tests of attention kernels that are
+    marked slow are the combinations that belong to the `matrix`; the others are slow where they compile.
     """
     skip = None if torch.cuda.is_available() else pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-        if KERNEL_TESTS & set(item.path.parents) and item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.matrix)
-        if COMPILING_TESTS & set(item.path.parents):
-            item.add_marker(pytest.mark.slow)
+        if KERNEL_TESTS & set(item.path.parents):
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.matrix)
+            elif compiles(item):
+                item.add_marker(pytest.mark.slow)
         if skip is not None and item.get_closest_marker("gpu"):
             item.add_marker(skip)

@@ -68,6 +68,7 @@ def test_bad_names():
         audit.accuracy(["mxfp8", "nope"])
 
 
+@pytest.mark.slow
 # A head alone has few of the rows whose large dS decides fp4's dq: its cosine is up to 7e-3 off the table's.
 @pytest.mark.parametrize(
     ("tokens", "heads", "fp4_dq"), [(2048, 1, 1e-2), pytest.param(4096, 4, 2e-3, marks=pytest.mark.matrix)]

@@ -87,6 +87,7 @@ def test_exact_recipes_change_no_bit_with_every_future_token_replaced(name, inpu
     assert report.as_promised
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_recipes_change_no_bit_over_several_tiles(name):
     assert audit.causality(name, inputs="mean", tokens=280, heads=2, kv_heads=1, head_dim=64).verdict == "exact"

@@ -38,6 +38,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PHASES = (Phase.explicit, Phase.generate)  # shrinking takes minutes in the interpreter
 many = settings(max_examples=12, phases=PHASES, suppress_health_check=[HealthCheck.too_slow])
 RECIPES = ("mxfp8", "mxfp8-exact", "mxfp8-folded", "mxfp8-folded-exact", "nvfp4", "nvfp4-folded", "fp4")
+FP4 = pytest.param("fp4", marks=pytest.mark.slow)
 
 
 def same(ours, theirs, name=""):
@@ -151,7 +152,11 @@ CALLS = [
 
 def pairs(first):
     """Two of the calls for each recipe, in turns; ``first`` is where the turns start."""
-    return [(recipe, call) for n, recipe in enumerate(RECIPES) for call in CALLS[(n + first) % 2 :: 2]]
+    return [
+        pytest.param(recipe, call, marks=pytest.mark.slow if recipe == "fp4" else ())
+        for n, recipe in enumerate(RECIPES)
+        for call in CALLS[(n + first) % 2 :: 2]
+    ]
 
 
 @st.composite
@@ -205,7 +210,7 @@ def test_rotation_is_a_switch_at_every_head_dimension(rotate, dim):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp4"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", FP4])
 def test_what_is_not_finite_stays_in_its_blocks_and_is_seen(recipe, value):
     case = Case([40, 20], [40, 20], 1, 1, 64, torch.bfloat16, 0, 0)
     for x in (case.q, case.k, case.v):
@@ -321,7 +326,7 @@ def test_running_maxima_restart_at_documents():
             same(ours[:, a:b], table[:, a:b].cummax(1).values if b > a else table[:, a:b])
 
 
-SCALES = ["mxfp8", "mxfp8-folded-exact", "nvfp4", "fp4"]  # of the accumulator: each kind
+SCALES = ["mxfp8", "mxfp8-folded-exact", "nvfp4", FP4]  # of the accumulator: each kind
 
 
 @pytest.mark.parametrize("recipe", SCALES)
