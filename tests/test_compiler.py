@@ -197,6 +197,7 @@ def test_loading_imports_no_compiler(ready):
 
 
 @needs_tools
+@pytest.mark.slow
 def test_processes_that_ask_at_once_compile_once(tmp_path):
     code = LOAD_SMALL + "print(compiler.statistics().compiled)"
     processes = [start(code, FLAMIA_CACHE=str(tmp_path / "shared")) for _ in range(2)]

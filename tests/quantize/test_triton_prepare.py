@@ -200,7 +200,7 @@ def check_operands(recipe, drawn, columns):
 
 
 @pytest.mark.parametrize("rotate", [False, True])
-@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("dim", [32, pytest.param(64, marks=pytest.mark.slow), 128, 256])
 def test_rotation_is_a_switch_at_every_head_dimension(rotate, dim):
     case = Case([40], [33], 1, 1, dim, torch.bfloat16, 0, dim)
     recipe = dataclasses.replace(get_recipe("fp4" if dim == 64 else "mxfp8"), rotate=rotate)
@@ -283,6 +283,7 @@ def check_gradients(recipe, drawn, columns, with_dlse, right):
 FOLDED = ["mxfp8-folded", "mxfp8-folded-exact", "nvfp4-folded"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", FOLDED)
 def test_folded_constants_are_the_twins(recipe):
     """A document longer than the 256 queries that share C, and rows that are dead for each of the reasons."""
