@@ -22,7 +22,9 @@ OUTPUTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "head_dim"), [("mxfp8-folded", 128), ("nvfp4", 32), ("fp4", 64)])
+@pytest.mark.parametrize(
+    ("recipe", "head_dim"), [("mxfp8-folded", 128), ("nvfp4", 32), pytest.param("fp4", 64, marks=pytest.mark.matrix)]
+)
 def test_compiled_kernels_give_the_twins_bits(recipe, head_dim, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(HERE.parents[1] / "src")}

@@ -38,7 +38,6 @@ MORE = {
 #: what `make test` runs: causal and full, GQA and MHA, batched and ragged, 8 bits, claimed work (matrix: the rest)
 FEW = {
     ("sm_90a", "causal GQA, ragged"),
-    ("sm_90a", "full MHA, batch 2"),
     ("sm_100a", "causal GQA"),
     ("sm_100a", "full MHA, batch 2"),
     ("sm_100a", "work stealing (cluster launch control)"),
