@@ -29,9 +29,10 @@ PYTEST := $(PY) -m pytest -n $(JOBS) --dist worksteal
 
 help:
 	@echo "make demo    doctor, accuracy, causality audit and a short training run, ending in one HTML report"
-	@echo "make test    the test suite without a GPU (JOBS=$(JOBS) processes)"
-	@echo "make matrix  every shape and option of the device kernels on the software device (half an hour or more)"
-	@echo "make check   the fast tier: lint, types, tests not marked slow"
+	@echo "make check   before a commit: lint, types, tests that are neither slow nor matrix (minutes)"
+	@echo "make test    the test suite without a GPU, all but matrix (JOBS=$(JOBS) processes, about ten minutes)"
+	@echo "make matrix  what make test leaves out: every shape and option of the device kernels, foreign kernels,"
+	@echo "             drawn inputs and full sizes (an hour or more)"
 	@echo "make lint    ruff check, ruff format --check, mypy"
 	@echo "make format  put the sources into the shape that lint asks for"
 	@echo "make install only the installation, into $(dir $(PY))"

@@ -36,7 +36,7 @@ from flamia.reference.chunks import chunks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PHASES = (Phase.explicit, Phase.generate)  # shrinking takes minutes in the interpreter
-many = settings(max_examples=12, phases=PHASES, suppress_health_check=[HealthCheck.too_slow])
+many = settings(max_examples=8, phases=PHASES, suppress_health_check=[HealthCheck.too_slow])
 RECIPES = ("mxfp8", "mxfp8-exact", "mxfp8-folded", "mxfp8-folded-exact", "nvfp4", "nvfp4-folded", "fp4")
 FP4 = pytest.param("fp4", marks=pytest.mark.slow)
 
