@@ -32,7 +32,7 @@ help:
 	@echo "make check   before a commit: lint, types, tests that are neither slow nor matrix (minutes)"
 	@echo "make test    the test suite without a GPU, all but matrix (JOBS=$(JOBS) processes, about ten minutes)"
 	@echo "make matrix  what make test leaves out: every shape and option of the device kernels, foreign kernels,"
-	@echo "             drawn inputs and full sizes (an hour or more)"
+	@echo "             drawn inputs and full sizes (half an hour or more)"
 	@echo "make lint    ruff check, ruff format --check, mypy"
 	@echo "make format  put the sources into the shape that lint asks for"
 	@echo "make install only the installation, into $(dir $(PY))"
