@@ -12,7 +12,7 @@ from torch import Tensor
 from flamia.compiler import load
 from flamia.documents import Documents
 from flamia.plan import Plan
-from flamia.quantize.payloads import E4M3Payload, NVFP4Rows, Payloads, empty_payloads
+from flamia.quantize.payloads import E4M3Payload, NVFP4Rows, Payload, Payloads, empty_payloads
 from flamia.quantize.triton_finish import document_prescale, finish_dq
 from flamia.quantize.triton_gradients import Gradients
 from flamia.quantize.triton_lists import list_words, lists_in, work_lists
@@ -51,10 +51,10 @@ def run_forward(
     assert lists.buffer is not None
     if not plan.training:
         return result.o, lse, result, []
-    v = _e4m3(operands.payloads, "v")
     # The backward multiplies by V along the head dimension alone.
-    items = operands.payloads.items | {"v": dataclasses.replace(v, columns=v.columns.new_empty(0))}
-    payloads = dataclasses.replace(operands.payloads, items=items)
+    values = _e4m3(operands.payloads, "v")
+    less: dict[str, Payload] = {"v": dataclasses.replace(values, columns=values.columns.new_empty(0))}
+    payloads = dataclasses.replace(operands.payloads, items=operands.payloads.items | less)
     return result.o, lse, result, [*payloads.flatten(), operands.maxima, lists.buffer]
 
 
