@@ -1,7 +1,8 @@
 """pytest fixtures: import what you use into a ``conftest.py``.
 
 ``soft_device`` is a fresh software GPU with every check on; ``soft_device_shuffled`` runs warps and asynchronous
-operations in a shuffled order, once per seed. Both attach the opcode reports of their launches to a failing test.
+operations in a shuffled order, once per seed. Both attach the opcode reports of their launches to a failing test. A
+kernel is translated once per process, whichever test runs it first: that takes as long as running it on small inputs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,14 @@ from __future__ import annotations
 import pytest
 
 from .driver import Device
+
+_PROGRAMS: dict = {}  # translated kernels by text, of all devices made here
+
+
+def _device(seed: int | None = None) -> Device:
+    device = Device(seed=seed)
+    device._programs = _PROGRAMS
+    return device
 
 
 def _finish(request, device: Device) -> None:
@@ -23,7 +32,7 @@ def _finish(request, device: Device) -> None:
 @pytest.fixture
 def soft_device(request):
     """A fresh ``softgpu.Device``, in-order schedule, asynchronous operations as late as possible."""
-    device = Device()
+    device = _device()
     yield device
     _finish(request, device)
 
@@ -31,6 +40,6 @@ def soft_device(request):
 @pytest.fixture(params=[1, 2], ids=lambda s: f"seed{s}")
 def soft_device_shuffled(request):
     """A fresh ``softgpu.Device`` per seeded schedule order."""
-    device = Device(seed=request.param)
+    device = _device(request.param)
     yield device
     _finish(request, device)

@@ -1,3 +1,3 @@
 """Software devices for kernels."""
 
-from soft_devices import soft_device, soft_device_shuffled  # noqa: F401
+from softgpu.pytest_plugin import soft_device, soft_device_shuffled  # noqa: F401
