@@ -23,7 +23,7 @@ import softgpu
 from flamia import formats
 from flamia.documents import Documents
 from flamia.quantize.payloads import Payloads, backward_specs, forward_specs
-from flamia.quantize.reference import TokenMap, make_all, prepare, token_amax
+from flamia.quantize.reference import TokenMap, dequantize, make_all, prepare, token_amax
 from flamia.quantize.triton_finish import fragment_order
 from flamia.reference import backend, folded
 from flamia.reference.chunks import chunks
@@ -146,7 +146,11 @@ class Case:
     def run(self, function, dtype=torch.bfloat16, section=1, ctas=2):
         """dq before its rotation in FP32, dk, dv of the kernel."""
         plan, f8 = self.plan, torch.float8_e4m3fn
-        q, k, v = (self.payloads[name] for name in "qkv")
+        wide = plan.recipe.format == "nvfp4"
+        q, k, v = (self.payloads[name] for name in (("q8", "k8", "v") if wide else "qkv"))
+        scored = [x.codes.view(f8) for x in (q, k)]
+        if wide:
+            scored = [dequantize(self.payloads[name]).bfloat16() for name in "qk"]
         dk, dv = (torch.full(v.codes.shape, torch.nan, dtype=dtype) for _ in range(2))
         capacity = q.columns.shape[2]
         accumulator = torch.zeros(plan.heads_q, capacity, plan.head_dim, dtype=torch.float16)
@@ -154,7 +158,7 @@ class Case:
         causal = plan.recipe.accumulator_scale == "causal"
         lists, documents = self.lists, self.documents
         function(
-            *(x.view(f8) for x in (q.codes, k.codes, v.codes, self.do.codes, q.columns, k.columns, self.do.columns)),
+            *scored, *(x.view(f8) for x in (v.codes, self.do.codes, q.columns, k.columns, self.do.columns)),
             dk, dv, accumulator, turns, self.addend, self.b, self.unit, self.power,
             q.exponents, k.exponents, v.exponents,
             self.token_scale if causal else self.document_scale, lists.backward.items, lists.backward.count,
@@ -274,6 +278,27 @@ def test_exact_operands(soft_device, masks):
     case.check(case.run(kernel(soft_device, 64, 2, masks, exact=True, causal_scale=True)))
 
 
+NVFP4_FEW = [(64, WINDOW, (50, 30), "unequal", False), (128, CAUSAL, (None, 0), "packed", False)]
+NVFP4_ALL = [
+    (head_dim, masks, window, shape, exact)
+    for head_dim in (64, 128)
+    for masks, window in ((FULL, (None, None)), (CAUSAL, (None, 0)), (WINDOW, (50, 30)))
+    for shape in SHAPES
+    for exact in (False, True)
+]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "masks", "window", "shape", "exact"),
+    [*NVFP4_FEW, *(slow(*one) for one in NVFP4_ALL if one not in NVFP4_FEW)],
+    ids=str,
+)
+def test_scores_of_nvfp4(soft_device, head_dim, masks, window, shape, exact):
+    recipe, options = (EXACT, dict(exact=True, causal_scale=True)) if exact else ({}, {})
+    case = Case(*SHAPES[shape], 2, 1, head_dim, *window, format="nvfp4", **recipe)
+    case.check(case.run(kernel(soft_device, head_dim, 2, masks, format="nvfp4", **options)))
+
+
 def test_later_tokens_do_not_reach_back(soft_device):
     """Exact operands, one CTA: dq of earlier queries keeps its bits when all later tokens become something else."""
     launch = kernel(soft_device, 64, 2, CAUSAL, exact=True, causal_scale=True)
@@ -284,7 +309,12 @@ def test_later_tokens_do_not_reach_back(soft_device):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(dict(head_dim=96), "head_dim must be 64 or 128, got 96"), (dict(stages=3), "stages must be 2 or 4, got 3")],
+    [
+        (dict(head_dim=96), "head_dim must be 64 or 128, got 96"),
+        (dict(stages=3), "stages must be 2 or 4, 2 for format='nvfp4' with head_dim=128, got 3"),
+        (dict(format="nvfp4", head_dim=128, stages=4), "2 for format='nvfp4' with head_dim=128, got 4"),
+        (dict(format="fp4"), "format must be 'mxfp8' or 'nvfp4', got 'fp4'"),
+    ],
 )
 def test_what_no_kernel_is_made_for_is_refused(options, message):
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""MXFP8 attention backward on Hopper, batched and packed: the twin of ``reference.folded.backward``.
+"""MXFP8 and NVFP4 attention backward on Hopper, batched and packed: the twin of ``reference.folded.backward``.
 
 A CTA owns 128 keys and walks over the queries that see them, 64 at a time and ascending, for every query head of its kv
 head. One producer warp loads tiles by TMA, a second one the numbers of queries, and two warpgroups of 64 keys each
@@ -54,7 +54,11 @@ class Backward:
         rotate: whether dk is rotated back. causal_scale: the accumulator's prescale is per token, not per document.
         deterministic: key tiles add to dq in the order of the list.
         exact: every token has an exponent of its own, and dS for dq one per query and 64 keys.
-        stages: steps in flight, 2 or 4.
+        format: "mxfp8", or "nvfp4", whose scores are products of the BF16 numbers that the forward's codes stand for.
+        stages: steps in flight.
+
+    Raises:
+        ValueError: a head dimension, format or number of stages that there is no kernel for.
     """
 
     def __init__(
@@ -67,12 +71,17 @@ class Backward:
         causal_scale: bool = False,
         deterministic: bool = False,
         exact: bool = False,
-        stages: int = 4,
+        format: str = "mxfp8",
+        stages: int | None = None,
     ) -> None:
+        if format not in ("mxfp8", "nvfp4"):
+            raise ValueError(f"format must be 'mxfp8' or 'nvfp4', got {format!r}")
         if head_dim not in (64, 128):
             raise ValueError(f"head_dim must be 64 or 128, got {head_dim}")
-        if stages not in (2, 4):
-            raise ValueError(f"stages must be 2 or 4, got {stages}")
+        self.wide = format == "nvfp4"  # whether rows of q and k are BF16, and their exponents those of other codes
+        stages = stages or (2 if self.wide and head_dim == 128 else 4)  # four do not fit there
+        if stages not in (2, 4) or (self.wide and head_dim == 128 and stages == 4):
+            raise ValueError(f"stages must be 2 or 4, 2 for format='nvfp4' with head_dim=128, got {stages}")
         self.head_dim, self.ratio, self.masks, self.stages = head_dim, ratio, masks, stages
         self.rotate, self.causal_scale, self.deterministic = rotate, causal_scale, deterministic
         self.exact, self.rows = exact, EXACT_NUMBERS if exact else NUMBERS
@@ -82,8 +91,8 @@ class Backward:
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,  # E4M3 [T, heads, D]
-        mK: cute.Tensor,  # E4M3 [Tk, kv heads, D]
+        mQ: cute.Tensor,  # E4M3 (nvfp4: BF16) [T, heads, D]
+        mK: cute.Tensor,  # E4M3 (nvfp4: BF16) [Tk, kv heads, D]
         mV: cute.Tensor,  # E4M3 [Tk, kv heads, D]
         mT: cute.Tensor,  # E4M3 [T, heads, D]
         cQ: cute.Tensor,  # E4M3 [heads, D, C], tokens in "mma" order
@@ -117,9 +126,11 @@ class Backward:
         stream: cuda.CUstream,
     ):
         d, stages = self.head_dim, self.stages
-        rows, steps, keys = self._atom(d), self._atom(STEP), self._atom(TILE)
-        sK_layout = cute.tile_to_shape(rows, (TILE, d), (0, 1))
-        sQ_layout = cute.tile_to_shape(rows, (STEP, d, stages), (0, 1, 2))
+        f8, k_major = Float8E4M3FN, OperandMajorMode.K
+        kind = BFloat16 if self.wide else f8
+        scored, rows, steps, keys = self._atom(d, kind), self._atom(d, f8), self._atom(STEP, f8), self._atom(TILE, f8)
+        sK_layout, sV_layout = (cute.tile_to_shape(x, (TILE, d), (0, 1)) for x in (scored, rows))
+        sQ_layout, sT_layout = (cute.tile_to_shape(x, (STEP, d, stages), (0, 1, 2)) for x in (scored, rows))
         sKc_layout = cute.tile_to_shape(keys, (d, TILE), (0, 1))
         sQc_layout = cute.tile_to_shape(steps, (d, STEP, stages), (0, 1, 2))
         halves_layout = cute.tile_to_shape(steps, (64, STEP, stages * self.halves), (0, 1, 2))
@@ -128,21 +139,22 @@ class Backward:
         mQ, mK, mV, mT = (cute.make_tensor(x.iterator, cute.select(x.layout, [0, 2, 1])) for x in (mQ, mK, mV, mT))
         cQ, cK, cT = (cute.make_tensor(x.iterator, cute.select(x.layout, [1, 2, 0])) for x in (cQ, cK, cT))
         load = cpasync.CopyBulkTensorTileG2SOp()
-        step_rows, step_columns = (cute.select(x, [0, 1]) for x in (sQ_layout, sQc_layout))
+        q_step, t_step, step_columns = (cute.select(x, [0, 1]) for x in (sQ_layout, sT_layout, sQc_layout))
         copies = [
             cpasync.make_tiled_tma_atom(load, x, layout, tile)
             for x, layout, tile in (
                 (mK, sK_layout, (TILE, d)),
-                (mV, sK_layout, (TILE, d)),
+                (mV, sV_layout, (TILE, d)),
                 (cK, sKc_layout, (d, TILE)),
-                (mQ, step_rows, (STEP, d)),
-                (mT, step_rows, (STEP, d)),
+                (mQ, q_step, (STEP, d)),
+                (mT, t_step, (STEP, d)),
                 (cQ, step_columns, (d, STEP)),
                 (cT, step_columns, (d, STEP)),
             )
         ]
-        f8, k_major = Float8E4M3FN, OperandMajorMode.K
-        mma_s = hopper.make_trivial_tiled_mma(f8, f8, k_major, k_major, Float32, (2, 1, 1), (64, STEP))
+        mma_s, mma_p = (
+            hopper.make_trivial_tiled_mma(x, x, k_major, k_major, Float32, (2, 1, 1), (64, STEP)) for x in (kind, f8)
+        )
         mma_kv = hopper.make_trivial_tiled_mma(
             f8, f8, k_major, k_major, Float32, (2, 1, 1), (64, 64), warpgroup.OperandSource.RMEM
         )
@@ -161,11 +173,11 @@ class Backward:
             shared_e: cute.struct.Align[cute.struct.MemRange[Int32, 8], 8]
             maxima: cute.struct.Align[cute.struct.MemRange[Int32, 640 if self.exact else 4], 16]
             numbers: cute.struct.Align[cute.struct.MemRange[Float32, stages * self.rows], 128]
-            sK: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sK_layout)], 1024]
-            sV: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sK_layout)], 1024]
+            sK: cute.struct.Align[cute.struct.MemRange[kind, cute.cosize(sK_layout)], 1024]
+            sV: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sV_layout)], 1024]
             sKc: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sKc_layout)], 1024]
-            sQ: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sQ_layout)], 1024]
-            sT: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sQ_layout)], 1024]
+            sQ: cute.struct.Align[cute.struct.MemRange[kind, cute.cosize(sQ_layout)], 1024]
+            sT: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sT_layout)], 1024]
             sQc: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sQc_layout)], 1024]
             sTc: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sQc_layout)], 1024]
             sdS: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sdS_layout)], 1024]
@@ -180,18 +192,17 @@ class Backward:
             (eQ, eK, eV),
             KeyTables(items, count, claims, cu_q, cu_k, columns_q, columns_k),
             (score_scale, softmax_scale, left, right, section),
-            (mma_s, mma_kv, mma_q),
-            (sK_layout, sKc_layout, sQ_layout, sQc_layout, halves_layout, sdS_layout),
+            (mma_s, mma_p, mma_kv, mma_q),
+            (sK_layout, sV_layout, sKc_layout, sQ_layout, sT_layout, sQc_layout, halves_layout, sdS_layout),
         ).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)
 
     @staticmethod
-    def _atom(bytes_per_row: int) -> Any:
-        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, Float8E4M3FN, bytes_per_row)
-        return warpgroup.make_smem_layout_atom(kind, Float8E4M3FN)
+    def _atom(columns: int, kind: Any) -> Any:
+        return warpgroup.make_smem_layout_atom(hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, kind, columns), kind)
 
     @cute.kernel
     def kernel(self, atoms, sources, outputs, numbers, exponents, tables, scalars, mmas, layouts):
-        sK_layout, sKc_layout, sQ_layout, sQc_layout, halves_layout, sdS_layout = layouts
+        sK_layout, sV_layout, sKc_layout, sQ_layout, sT_layout, sQc_layout, halves_layout, sdS_layout = layouts
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for atom in atoms:
@@ -219,9 +230,8 @@ class Backward:
         def tensor(field, layout):
             return field.get_tensor(layout.outer, swizzle=layout.inner)
 
-        sK, sV = (tensor(x, sK_layout) for x in (storage.sK, storage.sV))
-        sKc = tensor(storage.sKc, sKc_layout)
-        sQ, sT = (tensor(x, sQ_layout) for x in (storage.sQ, storage.sT))
+        sK, sV, sKc = tensor(storage.sK, sK_layout), tensor(storage.sV, sV_layout), tensor(storage.sKc, sKc_layout)
+        sQ, sT = tensor(storage.sQ, sQ_layout), tensor(storage.sT, sT_layout)
         table = cute.make_layout((self.rows, self.stages))
         values = cute.make_tensor(storage.numbers.data_ptr(), table)
         heads = outputs[0].shape[1]
@@ -264,6 +274,7 @@ class Backward:
         kv_full, kv_empty, full, empty, _, _ = barriers
         mK, mV, cK, mQ, mT, cQ, cT = sources
         d = self.head_dim
+        bytes_of = const_expr(2 if self.wide else 1)  # a number of Q or K
         m, n, tile = Int32(0), Int32(0), Int32(0)
         at = take(work[3], m)
         while at < work[0]:
@@ -271,7 +282,7 @@ class Backward:
             if item.first < item.stop:
                 cute.arch.mbarrier_wait(kv_empty, (n + 1) & 1)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(kv_full, 3 * TILE * d)
+                    cute.arch.mbarrier_arrive_and_expect_tx(kv_full, (2 + bytes_of) * TILE * d)
                 for i in cutlass.range_constexpr(2):
                     g = cute.domain_offset((item.k_start + item.k0, 0), (mK, mV)[i][None, None, item.kv])
                     s, g = self._partition(atoms[i], shared[i], cute.local_tile(g, (TILE, d), (0, 0)))
@@ -291,7 +302,7 @@ class Backward:
                     stage = tile % self.stages
                     cute.arch.mbarrier_wait(empty + stage, (tile // self.stages + 1) & 1)
                     with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 4 * STEP * d)
+                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (3 + bytes_of) * STEP * d)
                     for i in cutlass.range_constexpr(4):
                         s, g = parts[i]
                         cute.copy(atoms[3 + i], g[None, j], s[None, stage], tma_bar_ptr=full + stage)
@@ -337,18 +348,21 @@ class Backward:
                         if const_expr(self.causal_scale):
                             where = token
                         spot = gradients.place(32 * block + lane)
+                        scale_q = work[2][0]
+                        if const_expr(not self.wide):
+                            scale_q = scale_q * gradients.power(e_q)
                         if const_expr(self.exact):
                             apart = outside[head, token]
                             scale = gradients.power(apart)
                             less = less * scale
-                            values[Q_FACTOR + spot, stage] = work[2][0] * gradients.power(e_q)
+                            values[Q_FACTOR + spot, stage] = scale_q
                             values[POWER + spot, stage] = scale
                             values[A + spot, stage] = gradients.power(unit[head, token] + apart)
                         values[ADDEND + spot, stage] = added
                         values[B + spot, stage] = less if inside else Float32(0.0)
                         values[DQ + 32 * block + lane, stage] = as_float(prescale[head, where] - e_q)
                         if lane == 0:
-                            values[FACTOR + block, stage] = work[2][0] * gradients.power(e_q)
+                            values[FACTOR + block, stage] = scale_q
                             values[UNIT + block, stage] = as_float(Int32(0) if u == NONE else u)
                     if lane == 0:
                         values[DV, stage] = gradients.power(shared_c)
@@ -369,7 +383,7 @@ class Backward:
     def compute(self, mmas, shared, plain, exponents, outputs, work, barriers):
         """A warpgroup: 64 keys of each item."""
         kv_full, kv_empty = barriers[:2]
-        mma_s, mma_kv, mma_q = mmas
+        mma_s, mma_p, mma_kv, mma_q = mmas
         sK, sV, sKc, sQ, sT, sQc, sTc, sdS = shared
         _, eK, eV = exponents
         thread = cute.arch.thread_idx()[0] - 128
@@ -377,9 +391,9 @@ class Backward:
         warp = cute.arch.make_warp_uniform(thread // 32)
         lane = thread % 32
         threads = cute.make_layout(2, stride=128)
-        part_s, part_kv, part_q = (x.get_slice(threads(group)) for x in (mma_s, mma_kv, mma_q))
-        a_s = [mma_s.make_fragment_A(part_s.partition_A(x)) for x in (sK, sV)]
-        b_s = [mma_s.make_fragment_B(part_s.partition_B(x)) for x in (sQ, sT)]
+        part_s, part_p, part_kv, part_q = (x.get_slice(threads(group)) for x in mmas)
+        a_s = [mma_s.make_fragment_A(part_s.partition_A(sK)), mma_p.make_fragment_A(part_p.partition_A(sV))]
+        b_s = [mma_s.make_fragment_B(part_s.partition_B(sQ)), mma_p.make_fragment_B(part_p.partition_B(sT))]
         b_kv = [mma_kv.make_fragment_B(part_kv.partition_B(x)) for x in (sTc, sQc)]
         a_q, b_q = mma_q.make_fragment_A(part_q.partition_A(sdS)), mma_q.make_fragment_B(part_q.partition_B(sKc))
         a_kv = [mma_kv.make_fragment_A(mma_kv.partition_shape_A((TILE, STEP))) for _ in range(2)]
@@ -459,16 +473,16 @@ class Backward:
         for n in cutlass.range_constexpr(count + 1):
             if const_expr(n < count):
                 i, h = n // self.halves, n % self.halves
-                self.gemm(mmas[1], x[n % 2], a_kv[i], b_kv[i][None, None, None, stage * self.halves + h], 2)
+                self.gemm(mmas[2], x[n % 2], a_kv[i], b_kv[i][None, None, None, stage * self.halves + h], 2)
             else:
                 cute.arch.mbarrier_wait(ds_full + buffer, (tile >> 1) & 1)
-                self.gemm(mmas[2], x_q[n % 2], a_q[None, None, None, buffer], b_q, 2, 0)
+                self.gemm(mmas[3], x_q[n % 2], a_q[None, None, None, buffer], b_q, 2, 0)
             if const_expr(n > 0):
                 warpgroup.wait_group(1)
                 i, h = (n - 1) // self.halves, (n - 1) % self.halves
                 self.promote(sums[i], x[(n - 1) % 2], factors[i], h)
         first, second = x_q[count % 2], x_q[(count + 1) % 2]
-        self.gemm(mmas[2], second, a_q[None, None, None, buffer], b_q, 2, 2)
+        self.gemm(mmas[3], second, a_q[None, None, None, buffer], b_q, 2, 2)
         scale = []
         for half in cutlass.range_constexpr(2):
             rows = [warp % 4 * 16 + lane // 4 + 8 * r for r in range(2)]
@@ -504,13 +518,14 @@ class Backward:
         buffer, top = tile & 1, tile & 3
         cute.arch.mbarrier_wait(full + stage, (tile // self.stages) & 1)
         for i in cutlass.range_constexpr(2):
-            self.gemm(mmas[0], x[i], a_s[i], b_s[i][None, None, None, stage], self.head_dim // 32)
+            blocks = const_expr(cute.size(a_s[i].shape[2]))
+            self.gemm(mmas[i], x[i], a_s[i], b_s[i][None, None, None, stage], blocks)
         if const_expr(packed is not None):
             self.add_dq(packed, j - 1, head, place, slab, targets)
         unit = [as_bits(values[UNIT + i, stage]) for i in range(2)]
         held = kept[0] if kept[1] != 0 else unit[0] + guess
         e = cutlass.max(held, cutlass.max(unit[0], unit[1]) + (guess - gradients.HEADROOM))
-        k_factor = [gradients.power(v) for v in e_k]
+        k_factor = [Float32(1.0) if const_expr(self.wide) else gradients.power(v) for v in e_k]
         factor = [values[FACTOR + i, stage] * k_factor[0] for i in range(2)]
         warpgroup.wait_group(1)
         p, ds = gradients.view(x[0]), gradients.view(x[1])
@@ -602,7 +617,7 @@ class Backward:
     def gemm(self, mma, accumulator, a, b, blocks: cutlass.Constexpr, first: cutlass.Constexpr = 0):
         """One product of a warpgroup, committed but not waited for; overwrites the accumulator.
 
-        blocks, first: which 32 of the contraction.
+        blocks, first: which 32 (BF16: 16) of the contraction.
         """
         warpgroup.fence()
         atom = cute.make_mma_atom(mma.op)
@@ -734,13 +749,13 @@ def compile_backward(
     def table(kind: Any, *shape: Any) -> Any:
         return packed(kind, *shape, align=kind.width // 8)
 
-    rows = [packed(Float8E4M3FN, n, h, d, align=16) for n, h in ((tokens, heads), (keys, kv_heads))]
+    scored = BFloat16 if kernel.wide else Float8E4M3FN
     columns = packed(Float8E4M3FN, heads, d, capacity, align=16)
     arguments = [
-        rows[0],
-        rows[1],
-        rows[1],
-        rows[0],
+        packed(scored, tokens, heads, d, align=16),
+        packed(scored, keys, kv_heads, d, align=16),
+        packed(Float8E4M3FN, keys, kv_heads, d, align=16),
+        packed(Float8E4M3FN, tokens, heads, d, align=16),
         columns,
         packed(Float8E4M3FN, kv_heads, d, cute.sym_int32(divisibility=32), align=16),
         columns,
