@@ -120,8 +120,9 @@ def test_exact_operands_keep_later_tokens_from_earlier_rows(hopper, lengths, for
     assert not torch.equal(first[1][:, later], second[1][:, later])
 
 
-def test_what_a_backward_needs_is_kept_in_the_announced_layout(hopper):
-    plan = native_plan(2, 1, 64, None, 0, training=True)
+@pytest.mark.parametrize("form", ["mxfp8", slow("nvfp4")])
+def test_what_a_backward_needs_is_kept_in_the_announced_layout(hopper, form):
+    plan = native_plan(2, 1, 64, None, 0, training=True, format=form)
     q, k, v, documents = packed([40, 33], [40, 33], 2, 1, 64)
     *_, kept = backend.run_forward(plan, q, k, v, documents)
     announced = backend.empty_kept(plan, q, k, 2)
@@ -143,6 +144,12 @@ def test_what_a_backward_needs_is_kept_in_the_announced_layout(hopper):
         slow((None, 0), False, {}),
         slow((60, 20), True, dict(accumulator_scale="causal")),
         ((None, 0), False, dict(exact_operands=True, exact_ds=True, accumulator_scale="causal")),
+        ((None, 0), True, dict(format="nvfp4")),
+        slow(
+            (60, 20),
+            False,
+            dict(format="nvfp4", exact_operands=True, exact_ds=True, accumulator_scale="causal"),
+        ),
     ],
     ids=str,
 )
@@ -167,6 +174,27 @@ def test_from_gradients_of_outputs_to_those_of_inputs(hopper, window, determinis
         assert (x[-7:] == 0).all()
     assert (dk[150:155] == 0).all()  # keys of the document without queries
     assert (dv[150:155] == 0).all()
+
+
+@pytest.mark.parametrize("form", [slow("mxfp8"), "nvfp4"])
+@pytest.mark.parametrize("neighbour", [slow("other"), "nan"])
+def test_gradients_of_a_document_do_not_see_its_neighbours(hopper, neighbour, form):
+    plan = dataclasses.replace(native_plan(2, 1, 64, None, 0, training=True, format=form), deterministic=True)
+    q, k, v, documents = packed([37, 70, 90], [37, 70, 90], 2, 1, 64)
+    do, *_ = packed([37, 70, 90], [37, 70, 90], 2, 1, 64, seed=1)
+    mine = slice(37, 107)
+
+    def gradients(q, k, v, do, documents):
+        o, _, result, kept = backend.run_forward(plan, q, k, v, documents)
+        return backend.run_backward(plan, do, None, o, result.lse2, result.row_max, kept, documents)
+
+    cu = torch.tensor([0, 70], dtype=torch.int32)
+    alone = gradients(*(x[mine] for x in (q, k, v, do)), Documents(cu, cu, 70, 70))
+    for x in (q, k, v, do):
+        fill = {"other": x.flip(0), "nan": torch.full_like(x, torch.nan)}
+        x[:37], x[107:] = fill[neighbour][:37], fill[neighbour][107:]
+    for name, x, y in zip(("dq", "dk", "dv"), gradients(q, k, v, do, documents), alone, strict=True):
+        assert torch.equal(x[mine], y), name
 
 
 @pytest.mark.parametrize(("len_q", "len_k"), [([0, 0], [5, 0]), ([5, 3], [0, 0]), ([], [])], ids=str)
@@ -253,17 +281,19 @@ def test_uneven_documents_equal_their_twin(lengths, per_token, spread):
     assert careful.item() == (17 if flags.any() else 0)
 
 
+@pytest.mark.parametrize("finite", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1, 64), (37, 3, 128), (0, 2, 64)], ids=str)
-def test_nvfp4_values_are_exact_in_bf16(shape):
+def test_nvfp4_values_are_exact_in_bf16(shape, finite):
     g = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=g) * torch.exp2(4 * torch.randn(*shape[:2], 1, generator=g))
     if shape[0] > 1:
         x[5, 0, 20] = torch.nan
     payload = nvfp4_rows(x)
-    got = decode_nvfp4(payload)
+    got, broken = decode_nvfp4(payload, finite=finite), x.isnan().any(-1)
     assert got.dtype == torch.bfloat16
-    assert torch.equal(got.float().nan_to_num(7e7), dequantize(payload).nan_to_num(7e7))
-    assert torch.equal(got.isnan().any(-1), x.isnan().any(-1))
+    nan = 0.0 if finite else 7e7
+    assert torch.equal(got.float().nan_to_num(7e7), dequantize(payload).nan_to_num(nan))
+    assert torch.equal(got.isnan().any(-1), broken & (not finite))
 
 
 @pytest.mark.parametrize("tail", [0, 1, 200])

@@ -51,9 +51,10 @@ def run_forward(
     assert lists.buffer is not None
     if not plan.training:
         return result.o, lse, result, []
-    # The backward multiplies by V along the head dimension alone.
-    values = _e4m3(operands.payloads, "v")
-    less: dict[str, Payload] = {"v": dataclasses.replace(values, columns=values.columns.new_empty(0))}
+    less: dict[str, Payload] = {}
+    for name, field in _unread(plan).items():
+        payload = _e4m3(operands.payloads, name)
+        less[name] = dataclasses.replace(payload, **{field: payload.columns.new_empty(0)})
     payloads = dataclasses.replace(operands.payloads, items=operands.payloads.items | less)
     return result.o, lse, result, [*payloads.flatten(), operands.maxima, lists.buffer]
 
@@ -88,15 +89,25 @@ def run_backward(
     return dq, dk, dv
 
 
+def _unread(plan: Plan) -> dict[str, str]:
+    """Fields of payloads that the backward does not read: it multiplies by V along the head dimension alone.
+
+    With scores of NVFP4, by the E4M3 codes of Q and K along the tokens alone.
+    """
+    return {"v": "columns"} | ({"q8": "codes", "k8": "codes"} if plan.recipe.format == "nvfp4" else {})
+
+
 def empty_kept(plan: Plan, q: Tensor, k: Tensor, documents: int) -> list[Tensor]:
     """Uninitialised tensors like those that ``run_forward`` keeps for the backward.
 
-    Payloads, but V's columns, which are of size 0; maxima of K and of V; work lists.
+    Payloads, of which fields that it does not read are of size 0; maxima of K and of V; work lists.
     """
-    specs = [dataclasses.replace(spec, columns=None) if spec.source == "v" else spec for spec in plan.forward_specs]
+    payloads = Payloads.unflatten(plan.forward_specs, empty_payloads(plan.forward_specs, q, k, documents))
+    for name, field in _unread(plan).items():
+        setattr(payloads[name], field, q.new_empty(0, dtype=torch.uint8))
     maxima = q.new_empty((2, k.shape[1], documents), dtype=torch.float32)
     lists = q.new_empty(list_words(q.shape[0], k.shape[0], documents), dtype=torch.int32)
-    return [*empty_payloads(specs, q, k, documents), maxima, lists]
+    return [*payloads.flatten(), maxima, lists]
 
 
 def forward(plan: Plan, payloads: Payloads, documents: Documents, lists: WorkLists, dtype: torch.dtype) -> Forward:
@@ -173,7 +184,8 @@ def bind_backward(
 
     Keys of no document are left unset.
     """
-    q, k, v = (_e4m3(payloads, name) for name in ("q", "k", "v"))
+    wide = plan.recipe.format == "nvfp4"
+    q, k, v = (_e4m3(payloads, name) for name in (("q8", "k8", "v") if wide else ("q", "k", "v")))
     (t,) = gradients.payloads.values()
     assert isinstance(t, E4M3Payload)
     dk, dv = (torch.empty(v.codes.shape, dtype=dtype, device=v.codes.device) for _ in range(2))
@@ -191,10 +203,17 @@ def bind_backward(
     slabs = (plan.heads_q, gradients.accumulator.shape[1] // 16, 2) if plan.deterministic else (1, 1, 2)
     turns = torch.zeros(slabs, dtype=torch.int32, device=dk.device)
     f8 = torch.float8_e4m3fn
-    codes = (q.codes, k.codes, v.codes, t.codes, q.columns, k.columns, t.columns)
-    bytes_per_token = 4 * plan.head_dim * plan.ratio  # Q and T, rows and columns, of the heads of a group
+    if wide:
+        # Made again: kept from the forward, they would be 3.5 times the size of their codes and scales.
+        scored = [decode_nvfp4(x, finite=True) for x in (payloads["q"], payloads["k"]) if isinstance(x, NVFP4Rows)]
+    else:
+        scored = [x.codes.view(f8) for x in (q, k)]
+    codes = (v.codes, t.codes, q.columns, k.columns, t.columns)
+    # Q and T, rows and columns, of the heads of a group.
+    bytes_per_token = (5 if wide else 4) * plan.head_dim * plan.ratio
     section = head_section(documents.total_q, plan.heads_kv, bytes_per_token, int(cache * L2_SHARE))
     arguments = (
+        *scored,
         *(x.view(f8) for x in codes),
         *(dk, dv, gradients.accumulator, turns, gradients.addend, gradients.b, gradients.unit),
         gradients.power if plan.per_token else gradients.unit,
@@ -214,10 +233,9 @@ def _e4m3(payloads: Payloads, name: str) -> E4M3Payload:
 
 def kernel_names(plan: Plan, direction: str, dtype: torch.dtype) -> tuple[str, ...]:
     """What ran, in order, for ``last_plan()``."""
+    decoding = ["sm90.launches.decode_nvfp4"] if plan.recipe.format == "nvfp4" else []
     if direction == "forward":
-        attention = [kernel.name for kernel in forward_kernels(plan, dtype)]
-        if plan.recipe.format == "nvfp4":
-            attention = ["sm90.launches.decode_nvfp4", *attention]
+        attention = [*decoding, *(kernel.name for kernel in forward_kernels(plan, dtype))]
         return ("quantize.triton_lists", "quantize.triton_operands", *attention, "sm90.launches.finish_forward")
-    attention = [kernel.name for kernel in backward_kernels(plan, dtype)]
+    attention = [*decoding, *(kernel.name for kernel in backward_kernels(plan, dtype))]
     return ("quantize.triton_lists", "quantize.triton_gradients", *attention, "quantize.triton_finish")

@@ -72,6 +72,7 @@ def backward_kernels(plan: Plan, dtype: torch.dtype, arch: str = ARCH) -> tuple[
             causal_scale=plan.recipe.accumulator_scale == "causal",
             deterministic=plan.deterministic,
             exact=plan.per_token,
+            format=plan.recipe.format,
         ),
     )
 
@@ -111,9 +112,7 @@ def unsupported(
     if offsets:
         return "k_offset and v_offset run on the reference alone"
     lacks = None
-    if training and recipe.format != "mxfp8":
-        lacks = f"format={recipe.format!r} has no Hopper backward, 'mxfp8' has"
-    elif training and bool(recipe.exact_ds) != bool(recipe.exact_operands):
+    if training and bool(recipe.exact_ds) != bool(recipe.exact_operands):
         lacks = (
             f"exact_ds={recipe.exact_ds} with exact_operands={recipe.exact_operands} has no Hopper backward, "
             "both or neither has"

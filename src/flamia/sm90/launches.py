@@ -84,12 +84,14 @@ def _two_values(codes, scale, PLACE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def _decode_kernel(codes_ptr, scales_ptr, out_ptr, count, WORDS: tl.constexpr):
+def _decode_kernel(codes_ptr, scales_ptr, out_ptr, count, FINITE: tl.constexpr, WORDS: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * WORDS
     word = start + tl.arange(0, WORDS)
     inside = word < count
     codes = tl.load(codes_ptr + word, inside, 0)
     scale = decode_e4m3(tl.load(scales_ptr + word // 2, inside, 0), False)
+    if FINITE:
+        scale = tl.where(scale == scale, scale, 0.0)
     # Words, not bytes, where another thread stores what one has decoded.
     even = tl.join(_two_values(codes, scale, 0), _two_values(codes, scale, 16))
     odd = tl.join(_two_values(codes, scale, 8), _two_values(codes, scale, 24))
@@ -97,10 +99,11 @@ def _decode_kernel(codes_ptr, scales_ptr, out_ptr, count, WORDS: tl.constexpr):
     tl.store(out_ptr + out, tl.reshape(tl.join(even, odd), (4 * WORDS,)), out < count.to(tl.int64) * 4)
 
 
-def decode_nvfp4(payload: NVFP4Rows) -> Tensor:
+def decode_nvfp4(payload: NVFP4Rows, *, finite: bool = False) -> Tensor:
     """The numbers that codes and scales stand for, BF16 [T, N, D]: exact, since they have six significant bits.
 
-    A scale of NaN makes its 16 numbers NaN.
+    A scale of NaN makes its 16 numbers NaN, or, with ``finite``, zero: as E4M3 codes of such tokens are, for a product
+    whose tiles reach into the next document and whose NaNs come from elsewhere.
     """
     total, heads, half = payload.codes.shape
     out = torch.empty((total, heads, 2 * half), dtype=torch.bfloat16, device=payload.codes.device)
@@ -108,7 +111,7 @@ def decode_nvfp4(payload: NVFP4Rows) -> Tensor:
     if count:
         grid = (triton.cdiv(count, _WORDS),)
         _decode_kernel[grid](
-            payload.codes.view(torch.int32), payload.scales, out.view(torch.int32), count, _WORDS, num_warps=4
+            payload.codes.view(torch.int32), payload.scales, out.view(torch.int32), count, finite, _WORDS, num_warps=4
         )  # fmt: skip
     return out
 
