@@ -124,25 +124,49 @@ PACKED = [
 ]
 
 
+MASKS = {
+    "full": (FULL, (None, None)),
+    "causal": (CAUSAL, (None, 0)),
+    "left": (WINDOW, (100, 0)),
+    "both": (WINDOW, (50, 30)),
+    "past": (Masks(True, False), (60, None)),
+}
+
+
+def spread(q, k, v):
+    """Tokens of very different sizes."""
+    g = torch.Generator().manual_seed(1)
+    for x, n in ((q, 3), (k, 3), (v, 8)):
+        x *= torch.exp2(torch.randint(-n, n, (x.shape[0], 1, 1), generator=g).float()).bfloat16()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(
-    ("masks", "window"),
-    [
-        (FULL, (None, None)),
-        (CAUSAL, (None, 0)),
-        (WINDOW, (100, 0)),
-        (WINDOW, (50, 30)),
-        (Masks(True, False), (60, None)),
-    ],
-    ids=str,
-)
-def test_every_mask_and_target(soft_device, arch, head_dim, masks, window):
-    launch = kernel(soft_device, head_dim, 2, masks, arch=arch)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("exact", [False, True])
+def test_every_mask_and_target(soft_device, arch, head_dim, mask, exact):
+    masks, window = MASKS[mask]
+    launch = kernel(soft_device, head_dim, 2, masks, arch=arch, **(dict(per_token=True) if exact else {}))
     for len_q, len_k in [*PACKED, *(([n], [n]) for n in LENGTHS), (LENGTHS, LENGTHS), (LENGTHS, LENGTHS[::-1])]:
-        case = Case(len_q, len_k, 2, 1, head_dim, *window)
+        case = Case(len_q, len_k, 2, 1, head_dim, *window, edit=spread if exact else None, exact=exact)
         case.check(case.run(launch, ctas=3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("exact", [False, True])
+def test_claimed_items_and_schedule_orders_of_every_mask(soft_device, soft_device_shuffled, arch, mask, exact):
+    """They change no bit."""
+    masks, window = MASKS[mask]
+    case = Case([129, 0, 31, 300], [129, 5, 31, 300], 2, 1, 64, *window, edit=spread if exact else None, exact=exact)
+    dealt = case.run(kernel(soft_device, 64, 2, masks, arch=arch, per_token=exact), ctas=3)
+    case.check(dealt)
+    for dynamic, ctas in ((False, 2), (True, 2 * len(case.list.items))):
+        launch = kernel(soft_device_shuffled, 64, 2, masks, arch=arch, per_token=exact, dynamic=dynamic)
+        for x, y in zip(dealt, case.run(launch, ctas=ctas), strict=True):
+            assert torch.equal(x.nan_to_num(), y.nan_to_num())
 
 
 @pytest.mark.parametrize(("len_q", "len_k"), PACKED, ids=str)
@@ -179,9 +203,10 @@ def test_shared_kv_heads_and_sections(soft_device, heads, kv_heads, section):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 1), (8, 1), (8, 2)], ids=str)
-def test_other_ratios(soft_device, heads, kv_heads):
-    case = Case([140, 60], [140, 60], heads, kv_heads, 64, None, 0)
-    case.check(case.run(kernel(soft_device, 64, heads // kv_heads, CAUSAL)))
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_other_ratios(soft_device, heads, kv_heads, head_dim):
+    case = Case([140, 60], [140, 60], heads, kv_heads, head_dim, None, 0)
+    case.check(case.run(kernel(soft_device, head_dim, heads // kv_heads, CAUSAL)))
 
 
 def test_row_sums_of_weights_and_fp16_outputs(soft_device):
@@ -220,38 +245,26 @@ def test_zero_queries_and_keys(soft_device):
     case.check(case.run(kernel(soft_device, 128, 2, CAUSAL)))
 
 
-def spread(q, k, v):
-    """Tokens of very different sizes."""
-    g = torch.Generator().manual_seed(1)
-    for x, n in ((q, 3), (k, 3), (v, 8)):
-        x *= torch.exp2(torch.randint(-n, n, (x.shape[0], 1, 1), generator=g).float()).bfloat16()
-
-
 @pytest.mark.parametrize(("len_q", "len_k"), [([300], [300]), ([3, 129, 0, 77], [3, 129, 5, 200])], ids=str)
 def test_exponents_per_token(soft_device, len_q, len_k):
     case = Case(len_q, len_k, 2, 1, 128, None, 0, edit=spread, exact=True)
     case.check(case.run(kernel(soft_device, 128, 2, CAUSAL, per_token=True)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("head_dim", "masks", "window"), [(64, FULL, (None, None)), (64, WINDOW, (50, 30))], ids=str)
-def test_exponents_per_token_in_other_masks(soft_device, head_dim, masks, window):
-    launch = kernel(soft_device, head_dim, 2, masks, per_token=True, arch="sm_103a")
-    for len_q, len_k in PACKED:
-        case = Case(len_q, len_k, 2, 1, head_dim, *window, edit=spread, exact=True)
-        case.check(case.run(launch))
-
-
-def test_exact_operands_hide_later_tokens(soft_device):
-    """Bitwise: with exponents per token, no row depends on tokens behind it."""
-    launch, results = kernel(soft_device, 128, 2, CAUSAL, per_token=True), []
+@pytest.mark.parametrize(
+    ("head_dim", "arch"),
+    [(128, "sm_100a"), *(pytest.param(64, arch, marks=pytest.mark.slow) for arch in kernels.ARCHS.values())],
+)
+def test_exact_operands_hide_later_tokens(soft_device, head_dim, arch):
+    """Bitwise: with exponents per token, no row depends on tokens behind it, in the second of two documents."""
+    launch, results = kernel(soft_device, head_dim, 2, CAUSAL, per_token=True, arch=arch), []
     for later in (1.0, 1000.0):
 
         def edit(q, k, v, later=later):
             for x in (q, k, v):
                 x[140:] *= later
 
-        results.append(Case([200], [200], 2, 1, 128, None, 0, edit=edit, exact=True).run(launch))
+        results.append(Case([33, 167], [33, 167], 2, 1, head_dim, None, 0, edit=edit, exact=True).run(launch))
     for x, y in zip(*results, strict=True):
         dim = 0 if x.dim() == 3 else 1
         assert torch.equal(x.narrow(dim, 0, 140), y.narrow(dim, 0, 140))
