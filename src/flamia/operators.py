@@ -100,7 +100,7 @@ def attention_forward(
     else:
         native = door(backend)
         o, lse, result, kept = native.run_forward(plan, q, k, v, documents)
-        _ran(plan, native.kernel_names(plan, "forward", q.dtype))
+        _ran(plan, native.kernel_names(plan, "forward", q, documents))
     return [o, lse, *extra, result.lse2, result.row_max, *kept] if training else [o, lse]
 
 
@@ -172,7 +172,7 @@ def attention_backward(
     else:
         native = door(backend)
         gradients = native.run_backward(plan, do, dlse, o, lse2, row_max, kept, documents)
-        _ran(plan, native.kernel_names(plan, "backward", do.dtype))
+        _ran(plan, native.kernel_names(plan, "backward", do, documents))
     return gradients
 
 

@@ -254,7 +254,7 @@ def hopper(monkeypatch):
         return compiled[kernel]
 
     monkeypatch.setattr(backend, "load", load)
-    monkeypatch.setattr(backend, "_device", lambda index: (3, 1 << 20))
+    monkeypatch.setattr(backend, "device_sizes", lambda index: (3, 1 << 19))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 

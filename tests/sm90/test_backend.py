@@ -17,9 +17,10 @@ import softgpu
 from flamia import bounds
 from flamia.documents import Documents
 from flamia.quantize.reference import dequantize, nvfp4_rows
+from flamia.quantize.triton_tail import clear_tail, finish_forward
 from flamia.reference import backend as reference
 from flamia.sm90 import backend
-from flamia.sm90.launches import clear_tail, decode_nvfp4, finish_forward, uneven_documents
+from flamia.sm90.launches import decode_nvfp4, uneven_documents
 from softgpu.cutedsl import compiling
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs this on the device")
@@ -43,7 +44,7 @@ def hopper(monkeypatch, soft_device):
         return COMPILED[kernel]
 
     monkeypatch.setattr(backend, "load", load)
-    monkeypatch.setattr(backend, "_device", lambda index: (3, 1 << 20))
+    monkeypatch.setattr(backend, "device_sizes", lambda index: (3, 1 << 19))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 
@@ -248,7 +249,8 @@ def test_lengths_documents_and_heads_compile_nothing(hopper):
 
 
 def test_names_of_what_ran():
-    names = backend.kernel_names(native_plan(4, 2, 128, None, 0), "forward", torch.float16)
+    q, _, _, documents = packed([3], [3], 4, 2, 128, dtype=torch.float16)
+    names = backend.kernel_names(native_plan(4, 2, 128, None, 0), "forward", q, documents)
     attention = [name for name in names if name.startswith("sm90.forward")]
     assert [("careful=True" in name, "ratio=2" in name, "Float16" in name) for name in attention] == [
         (False, True, True),

@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from flamia.compiler import load
 from flamia.documents import Documents
+from flamia.doors import along_channels, device_sizes, e4m3
 from flamia.plan import Plan
 from flamia.quantize.payloads import E4M3Payload, NVFP4Rows, Payload, Payloads, empty_payloads
 from flamia.quantize.triton_finish import document_prescale, finish_dq
 from flamia.quantize.triton_gradients import Gradients
 from flamia.quantize.triton_lists import list_words, lists_in, work_lists
 from flamia.quantize.triton_prepare import prepare_backward, prepare_forward
+from flamia.quantize.triton_tail import clear_tail, finish_forward
 from flamia.reference.forward import Forward
 from flamia.sm90.kernels import backward_kernels, forward_kernels
-from flamia.sm90.launches import clear_tail, decode_nvfp4, finish_forward, uneven_documents
-from flamia.worklists import WorkLists, head_section
-
-L2_SHARE = 0.5  # of the L2 cache, for the keys and values that CTAs at work at the same time read
+from flamia.sm90.launches import decode_nvfp4, uneven_documents
+from flamia.worklists import Tiling, WorkLists, head_section
 
 
-@lru_cache(maxsize=64)
-def _device(index: int) -> tuple[int, int]:
-    """Multiprocessors, and bytes of L2 cache."""
-    properties = torch.cuda.get_device_properties(index)
-    return properties.multi_processor_count, properties.L2_cache_size
+def tiling(plan: Plan, documents: Documents) -> Tiling:
+    """Of the work lists that these kernels read."""
+    return Tiling()
 
 
 def run_forward(
@@ -41,7 +38,7 @@ def run_forward(
         o [T, heads, D] in q's dtype; lse FP32 [heads, T], natural log; the ``Forward``, whose o is the same tensor; and
         what a backward needs, in the order of ``empty_kept``.
     """
-    q, k, v = (x if x.shape[2] == 1 or x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = map(along_channels, (q, k, v))
     # Triton launches on the current device.
     with torch.cuda.device(q.device):
         lists = work_lists(documents, plan.left, plan.right)
@@ -53,7 +50,7 @@ def run_forward(
         return result.o, lse, result, []
     less: dict[str, Payload] = {}
     for name, field in _unread(plan).items():
-        payload = _e4m3(operands.payloads, name)
+        payload = e4m3(operands.payloads, name)
         less[name] = dataclasses.replace(payload, **{field: payload.columns.new_empty(0)})
     payloads = dataclasses.replace(operands.payloads, items=operands.payloads.items | less)
     return result.o, lse, result, [*payloads.flatten(), operands.maxima, lists.buffer]
@@ -73,7 +70,7 @@ def run_backward(
     *tensors, maxima, buffer = kept
     k_maxima, v_maxima = maxima
     payloads = Payloads.unflatten(plan.forward_specs, tensors)
-    do = do if do.shape[2] == 1 or do.stride(2) == 1 else do.contiguous()
+    do = along_channels(do)
     with torch.cuda.device(do.device):
         lists = lists_in(buffer, documents)
         dlse = None if dlse is None else dlse.contiguous()
@@ -124,7 +121,7 @@ def bind_forward(
     plan: Plan, payloads: Payloads, documents: Documents, lists: WorkLists, dtype: torch.dtype
 ) -> tuple[Forward, Callable[[], None]]:
     """Unset outputs as ``forward`` returns them, and what launches the kernels that fill them."""
-    v = _e4m3(payloads, "v")
+    v = e4m3(payloads, "v")
     device, heads = v.codes.device, plan.heads_q
     o = torch.empty((documents.total_q, heads, plan.head_dim), dtype=dtype, device=device)
     lse2, row_max = (torch.empty((heads, documents.total_q), dtype=torch.float32, device=device) for _ in range(2))
@@ -138,7 +135,7 @@ def bind_forward(
             o.zero_(), lse2.fill_(-torch.inf), row_max.zero_()
 
         return result, fill
-    ctas, cache = _device(device.index)
+    ctas, cache = device_sizes(device.index)
     wide = plan.recipe.format == "nvfp4"
     bytes_per_token = (3 if wide else 2) * plan.head_dim // plan.ratio  # K and V, shared by the query heads of a group
     cu_q, cu_k, count = documents.cu_seqlens_q, documents.cu_seqlens_k, lists.forward.count
@@ -148,14 +145,14 @@ def bind_forward(
         q, k = (decode_nvfp4(x) for x in (payloads["q"], payloads["k"]) if isinstance(x, NVFP4Rows))
         exponents = (flags, flags)  # not read
     else:
-        eight = [_e4m3(payloads, name) for name in ("q", "k")]
+        eight = [e4m3(payloads, name) for name in ("q", "k")]
         q, k = (x.codes.view(f8) for x in eight)
         exponents = (eight[0].exponents, eight[1].exponents)
     before = (
         *(q, k, v.columns.view(f8), o, lse2, row_max),
         *(*exponents, v.exponents, flags, lists.forward.items),
     )
-    section = head_section(documents.total_k, heads, bytes_per_token, int(cache * L2_SHARE))
+    section = head_section(documents.total_k, heads, bytes_per_token, cache)
     after = (
         *(lists.forward.claims, cu_q, cu_k, lists.k.column_starts),
         *(plan.score_scale, plan.left or 0, plan.right or 0, section, ctas),
@@ -185,7 +182,7 @@ def bind_backward(
     Keys of no document are left unset.
     """
     wide = plan.recipe.format == "nvfp4"
-    q, k, v = (_e4m3(payloads, name) for name in (("q8", "k8", "v") if wide else ("q", "k", "v")))
+    q, k, v = (e4m3(payloads, name) for name in (("q8", "k8", "v") if wide else ("q", "k", "v")))
     (t,) = gradients.payloads.values()
     assert isinstance(t, E4M3Payload)
     dk, dv = (torch.empty(v.codes.shape, dtype=dtype, device=v.codes.device) for _ in range(2))
@@ -197,7 +194,7 @@ def bind_backward(
                 x.zero_()
 
         return dk, dv, fill
-    ctas, cache = _device(dk.device.index)
+    ctas, cache = device_sizes(dk.device.index)
     causal = plan.recipe.accumulator_scale == "causal"
     scale = gradients.prescale if causal else document_prescale(plan, gradients, k_maxima, v_maxima, documents)
     slabs = (plan.heads_q, gradients.accumulator.shape[1] // 16, 2) if plan.deterministic else (1, 1, 2)
@@ -211,7 +208,7 @@ def bind_backward(
     codes = (v.codes, t.codes, q.columns, k.columns, t.columns)
     # Q and T, rows and columns, of the heads of a group.
     bytes_per_token = (5 if wide else 4) * plan.head_dim * plan.ratio
-    section = head_section(documents.total_q, plan.heads_kv, bytes_per_token, int(cache * L2_SHARE))
+    section = head_section(documents.total_q, plan.heads_kv, bytes_per_token, cache)
     arguments = (
         *scored,
         *(x.view(f8) for x in codes),
@@ -225,17 +222,18 @@ def bind_backward(
     return dk, dv, lambda: function(*arguments)
 
 
-def _e4m3(payloads: Payloads, name: str) -> E4M3Payload:
-    payload = payloads[name]
-    assert isinstance(payload, E4M3Payload)
-    return payload
-
-
-def kernel_names(plan: Plan, direction: str, dtype: torch.dtype) -> tuple[str, ...]:
-    """What ran, in order, for ``last_plan()``."""
+def kernel_names(plan: Plan, direction: str, x: Tensor, documents: Documents) -> tuple[str, ...]:
+    """What ran, in order, for ``last_plan()``. x: q, or do in the backward."""
+    dtype = x.dtype
     decoding = ["sm90.launches.decode_nvfp4"] if plan.recipe.format == "nvfp4" else []
     if direction == "forward":
         attention = [*decoding, *(kernel.name for kernel in forward_kernels(plan, dtype))]
-        return ("quantize.triton_lists", "quantize.triton_operands", *attention, "sm90.launches.finish_forward")
+        return ("quantize.triton_lists", "quantize.triton_operands", *attention, "quantize.triton_tail")
     attention = [*decoding, *(kernel.name for kernel in backward_kernels(plan, dtype))]
-    return ("quantize.triton_lists", "quantize.triton_gradients", *attention, "quantize.triton_finish")
+    return (
+        "quantize.triton_lists",
+        "quantize.triton_gradients",
+        *attention,
+        "quantize.triton_tail",
+        "quantize.triton_finish",
+    )
