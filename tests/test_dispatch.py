@@ -127,13 +127,16 @@ def test_a_gradient_is_refused_at_the_forward_call_where_there_is_no_backward(mo
     monkeypatch.setattr(attention, "attention_forward", forward)
     inputs = tensors(device="cpu")
     inputs[needed].requires_grad_()
-    with pytest.raises(ValueError, match=r"format='nvfp4' has no Hopper backward, 'mxfp8' has; .*no_grad"):
-        flash_attn_func(*inputs, recipe="nvfp4")
+    half = Recipe(variant="folded", exact_operands=True)
+    said = "exact_ds=False with exact_operands=True has no Hopper backward, both or neither has; .*no_grad"
+    with pytest.raises(ValueError, match=said):
+        flash_attn_func(*inputs, recipe=half)
     assert calls == []
     with torch.no_grad():
-        flash_attn_func(*inputs, recipe="nvfp4")
+        flash_attn_func(*inputs, recipe=half)
     flash_attn_func(*inputs)
-    assert calls == [False, True]  # training
+    flash_attn_func(*inputs, recipe="nvfp4")
+    assert calls == [False, True, True]  # training
 
 
 @pytest.mark.parametrize(
@@ -145,7 +148,9 @@ def test_a_gradient_is_refused_at_the_forward_call_where_there_is_no_backward(mo
             Recipe(variant="folded", exact_operands=True),
             "exact_ds=False with exact_operands=True has no Hopper backward",
         ),
-        (Recipe(variant="folded", format="nvfp4"), "format='nvfp4' has no Hopper backward, 'mxfp8' has"),
+        (Recipe(variant="folded", format="nvfp4"), None),
+        (Recipe(variant="folded", format="nvfp4").exact(), None),
+        (Recipe(variant="folded", accumulator="fp32"), "accumulator='fp32' has no Hopper backward, 'fp16' has"),
     ],
     ids=str,
 )
