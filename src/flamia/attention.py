@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flamia.backends import BY_CAPABILITY, KERNELS
+from flamia.backends import KERNELS, native_backend, native_recipe, served
 from flamia.operators import attention_forward
 from flamia.recipe import Recipe, get_recipe, recipes
 
@@ -18,12 +18,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 BACKENDS = ("auto", "reference", *KERNELS)
 Window = Sequence[int | None] | None
 
-# A name asks for formats, and a machine without block-scaled products computes the folded variant of them; a Recipe
-# asks for its variant.
-_NATIVE = {
-    backend: {name: get_recipe(name).with_variant(room.VARIANT) for name in recipes()}
-    for backend, room in KERNELS.items()
-}
+_NATIVE = {backend: {name: native_recipe(name, backend) for name in recipes()} for backend in KERNELS}
 _REFERENCE = "backend='reference' runs this (plain PyTorch in FP64, for checking numbers, not for speed)"
 
 
@@ -53,8 +48,8 @@ def flash_attn_func(
         deterministic: fix the order of every sum. The reference always does.
         return_lse: also return the log-sum-exp of the scaled scores.
         recipe: a name from ``flamia.recipes()`` or a ``flamia.Recipe``.
-        backend: "auto" (the native kernels of the device, the reference on a CPU), "reference" or "sm90". On Hopper a
-            recipe's name stands for its folded variant.
+        backend: "auto" (the native kernels of the device, the reference on a CPU), "reference", "sm90" (Hopper) or
+            "sm100" (Blackwell). On Hopper a recipe's name stands for its folded variant.
         k_offset, v_offset: [kv heads, D] constants near the channel means of k and v, from earlier steps, removed
             before quantization and added back exactly: they cannot leak (docs/numerics.md). Reference only.
 
@@ -321,17 +316,14 @@ def _backend(backend: str, device: torch.device) -> str:
         raise ValueError(f"backend={backend!r} is unknown: it must be one of {', '.join(map(repr, BACKENDS))}")
     if backend == "reference" or (backend == "auto" and device.type == "cpu"):
         return "reference"
+    native = native_backend(device)
+    if native is not None and backend in ("auto", native):
+        return native
+    found = f"device {device}"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        capability = (properties.major, properties.minor)
-        native = BY_CAPABILITY.get(capability)
-        if native is not None and backend in ("auto", native):
-            return native
-        found = f"{device} of compute capability {capability[0]}.{capability[1]}"
-    else:
-        found = f"device {device}"
-    served = ", ".join(f"{name!r} serves {room.DEVICES}" for name, room in KERNELS.items())
-    raise ValueError(f"backend={backend!r} has no kernels for {found}: {served}; {_REFERENCE}")
+        found = f"{device} of compute capability {properties.major}.{properties.minor}"
+    raise ValueError(f"backend={backend!r} has no kernels for {found}: {served()}; {_REFERENCE}")
 
 
 def _window(window_size: Window) -> tuple[int, int]:

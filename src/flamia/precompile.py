@@ -16,12 +16,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flamia.backends import KERNELS
+from flamia.backends import BY_ARCH, KERNELS, native_recipe
 from flamia.compiler import Kernel, compile_to, index_entry, write_index
 from flamia.plan import Plan
-from flamia.recipe import get_recipe
 
-ARCHS = {room.ARCH: backend for backend, room in KERNELS.items()}
 MASKS: dict[str, tuple[int | None, int | None]] = {
     "full": (None, None),
     "causal": (None, 0),
@@ -33,7 +31,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def compile_kernels(
     out: Annotated[Path, typer.Option(help="The folder. Libraries that are there and current are kept.")],
-    arch: Annotated[str, typer.Option(help="sm_90a (Hopper).")] = "sm_90a",
+    arch: Annotated[str, typer.Option(help="sm_90a (Hopper), sm_100a (B200), sm_103a (B300), with commas.")] = "sm_90a",
     recipes: Annotated[str, typer.Option(help="Names of recipes, with commas.")] = "mxfp8",
     head_dims: Annotated[str, typer.Option(help="Head dimensions, with commas.")] = "64,128",
     ratios: Annotated[str, typer.Option(help="Query heads per key/value head, with commas.")] = "1,2,4,8",
@@ -47,7 +45,7 @@ def compile_kernels(
     peers: Annotated[
         bool,
         typer.Option(
-            help="Also FlashAttention-4 with these shapes, for `flamia bench` to compare; --backward: its too."
+            help="Also Hopper's FlashAttention-4 with these shapes, for `flamia bench` to compare; --backward: its too."
         ),
     ] = False,
     jobs: Annotated[int, typer.Option(help="Processes, each of about 1 GiB. 0: one for each core.", min=0)] = 0,
@@ -58,15 +56,25 @@ def compile_kernels(
     """
     dims, groups = _numbers("head_dims", head_dims), _numbers("ratios", ratios)
     options = (backward, deterministic, causal_scale)
-    kernels = list(select(arch, _words(recipes), dims, groups, masks, dtypes, *options))
+    archs = _words(arch)
+    kernels = [
+        kernel for one in archs for kernel in select(one, _words(recipes), dims, groups, masks, dtypes, *options)
+    ]
     if peers:
         from flamia.benchmarks import flash_attention
 
+        if flash_attention.ARCH not in archs:
+            raise ValueError(
+                f"arch={arch!r}: --peers makes libraries for {flash_attention.ARCH} alone; elsewhere `flamia bench` "
+                "compares with flash-attn-4 as installed"
+            )
         causal = [mask == "causal" for mask in _words(masks) if mask in ("causal", "full")]
-        shapes = [(d, r, c, arch) for d in dims for r in groups for c in causal]
+        shapes = [(d, r, c) for d in dims for r in groups for c in causal]
         kernels += [flash_attention.forward_kernel(*shape) for shape in shapes]
         if backward:
             kernels += [kernel for shape in shapes for kernel in flash_attention.backward_kernels(*shape)]
+    if not kernels:
+        raise ValueError("nothing to compile: each of --arch, --recipes, --masks and --dtypes must name something")
     build(kernels, out, jobs or len(os.sched_getaffinity(0)))
 
 
@@ -88,18 +96,18 @@ def select(
     Raises:
         ValueError: a value that is unknown, or one that the architecture has no kernel for.
     """
-    if arch not in ARCHS:
-        raise ValueError(f"arch={arch!r} is unknown: it must be one of {', '.join(ARCHS)}")
+    if arch not in BY_ARCH:
+        raise ValueError(f"arch={arch!r} is unknown: it must be one of {', '.join(BY_ARCH)}")
     for name, words, known in (("masks", masks, MASKS), ("dtypes", dtypes, DTYPES)):
         for word in _words(words):
             if word not in known:
                 raise ValueError(f"{name}={word!r} is unknown: it must be one of {', '.join(known)}")
-    backend = ARCHS[arch]
+    backend = BY_ARCH[arch]
     room = KERNELS[backend]
     seen: set[Kernel] = set()
     shapes = product(head_dims, ratios, _words(masks), _words(dtypes))
     for name, (head_dim, ratio, mask, word) in product(recipes, shapes):
-        recipe, dtype = get_recipe(name).with_variant(room.VARIANT), DTYPES[word]
+        recipe, dtype = native_recipe(name, backend), DTYPES[word]
         reason = room.unsupported(recipe, head_dim, dtype, training=False)
         if reason is not None:
             raise ValueError(f"recipes={name!r}, head_dims={head_dim}: {reason}")

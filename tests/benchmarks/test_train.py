@@ -117,6 +117,7 @@ def clock(monkeypatch):
         run(made)
         return made, 1024 * next(held)
 
+    monkeypatch.setattr(train, "backend_of", lambda device: "sm90")
     monkeypatch.setattr(train, "peak_bytes", peak_bytes)
     monkeypatch.setattr(
         train,
@@ -253,6 +254,7 @@ def hopper(monkeypatch):
                 compiled[kernel] = kernel.build()
         return compiled[kernel]
 
+    monkeypatch.setattr(train, "backend_of", lambda device: "sm90")
     monkeypatch.setattr(backend, "load", load)
     monkeypatch.setattr(backend, "device_sizes", lambda index: (3, 1 << 19))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

@@ -22,6 +22,7 @@ from flamia.compiler import Kernel, load, make_kernel
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 PARTS = ("before", "attention", "dq", "dkv")  # the last with grouped heads only
+ARCH = "sm_90a"  # the only one that its libraries are made for
 KEYS = 128  # of a tile of its Hopper backward
 MOST_DOCUMENTS = 256  # with more it wants a table of tiles, which these libraries are compiled without
 
@@ -35,6 +36,8 @@ def missing(documents: int) -> str | None:
     """Why a row of so many documents cannot run, or None."""
     if is_installed():
         return None
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+        return "flash-attn-4 is not installed, and ready libraries of it are Hopper's alone"
     if not os.environ.get("FLAMIA_KERNELS"):
         return "flash-attn-4 is not installed, and FLAMIA_KERNELS names no folder made with `flamia compile --peers`"
     if documents > MOST_DOCUMENTS:
@@ -49,13 +52,13 @@ def queries(head_dim: int, causal: bool) -> int:
     return 64 if causal else 80
 
 
-def forward_kernel(head_dim: int, ratio: int, causal: bool, arch: str = "sm_90a") -> Kernel:
+def forward_kernel(head_dim: int, ratio: int, causal: bool, arch: str = ARCH) -> Kernel:
     """The library of the forward."""
     here = "flamia.benchmarks.flash_attention"
     return make_kernel(f"{here}:build_forward", here, arch, head_dim=head_dim, ratio=ratio, causal=causal)
 
 
-def backward_kernels(head_dim: int, ratio: int, causal: bool, arch: str = "sm_90a") -> tuple[Kernel, ...]:
+def backward_kernels(head_dim: int, ratio: int, causal: bool, arch: str = ARCH) -> tuple[Kernel, ...]:
     """The libraries of one shape, in the order of their launches."""
     here = "flamia.benchmarks.flash_attention"
     return tuple(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flamia.attention import flash_attn_varlen_func
-from flamia.backends import door
+from flamia.backends import door, native_backend, native_recipe, served
 from flamia.benchmarks.peers import PEERS, Inputs, Prepared
 from flamia.benchmarks.timing import paired_seconds
 from flamia.benchmarks.workloads import Workload
@@ -99,16 +99,29 @@ def measure(workload: Workload, causal: bool, peers: tuple[str, ...], recipe: st
         yield Row(*shape, name, seconds, tflops, cosines[name], ratio)
 
 
+def backend_of(device: torch.device) -> str:
+    """The backend whose kernels are timed on a device.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = native_backend(device)
+    if found is None:
+        raise ValueError(f"{device} has no kernels to time: {served()}")
+    return found
+
+
 def kernel_call(inputs: Inputs, recipe: str) -> Prepared:
     """The attention launches alone: payloads, work lists and outputs are made before."""
     from flamia.quantize.triton_lists import work_lists
     from flamia.quantize.triton_prepare import prepare_forward
 
-    native = door("sm90")
     workload, q = inputs.workload, inputs.q
+    backend = backend_of(q.device)
+    native = door(backend)
     plan = Plan(
-        get_recipe(recipe).with_variant("folded"),
-        "sm90",
+        native_recipe(recipe, backend),
+        backend,
         (),
         workload.head_dim,
         workload.heads_q,
@@ -120,8 +133,8 @@ def kernel_call(inputs: Inputs, recipe: str) -> Prepared:
         False,
     )
     documents = Documents(inputs.cu_seqlens, inputs.cu_seqlens, workload.tokens, workload.tokens)
-    lists = work_lists(documents, plan.left, plan.right)
-    payloads = prepare_forward(plan, q, inputs.k, inputs.v, lists, columns=True).payloads
+    lists = work_lists(documents, plan.left, plan.right, native.tiling(plan, documents))
+    payloads = prepare_forward(plan, q, inputs.k, inputs.v, lists, columns=plan.transposes).payloads
     result, launch = native.bind_forward(plan, payloads, documents, lists, q.dtype)
     result.o.fill_(torch.nan)
     return Prepared(launch, lambda _: result.o)

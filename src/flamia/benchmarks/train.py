@@ -7,15 +7,15 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flamia.attention import flash_attn_varlen_func
-from flamia.backends import KERNELS, door
+from flamia.backends import door, native_recipe
 from flamia.benchmarks.exact import Tensors, agreement, exact_gradients
-from flamia.benchmarks.forward import CALL, KERNEL
+from flamia.benchmarks.forward import CALL, KERNEL, backend_of
 from flamia.benchmarks.timing import paired_seconds, peak_bytes
 from flamia.benchmarks.training_peers import (
     BACKWARD,
@@ -214,17 +214,29 @@ def check(
 
 def ours(recipe: str, causal_scale: bool) -> dict[str, dict[str, Callable[[TrainingInputs], Call]]]:
     """What of ours is timed in each part: inputs -> call, by name."""
-    native = get_recipe(recipe).with_variant(KERNELS["sm90"].VARIANT)
-    named: dict[str, tuple[str | Recipe, Recipe]] = {"": (recipe, native)}
-    if causal_scale:
-        scaled = dataclasses.replace(native, accumulator_scale="causal")
-        named[CAUSAL_SCALE] = (scaled, scaled)
     parts: dict[str, dict[str, Callable[[TrainingInputs], Call]]] = {TRAINING: {}, BACKWARD: {}}
-    for suffix, (public, resolved) in named.items():
-        parts[TRAINING][CALL + suffix] = partial(whole_call, recipe=public)
-        parts[BACKWARD][CALL + suffix] = partial(backward_call, recipe=resolved)
-        parts[BACKWARD][KERNEL + suffix] = partial(kernel_call, recipe=resolved)
+    for suffix in ("", CAUSAL_SCALE) if causal_scale else ("",):
+        scaled = _of_device(recipe, causal=bool(suffix))
+        parts[TRAINING][CALL + suffix] = _with(whole_call, scaled if suffix else lambda _: recipe)
+        parts[BACKWARD][CALL + suffix] = _with(backward_call, scaled)
+        parts[BACKWARD][KERNEL + suffix] = _with(kernel_call, scaled)
     return parts
+
+
+def _of_device(recipe: str, *, causal: bool) -> Callable[[TrainingInputs], Recipe]:
+    """Inputs -> what their device computes; causal: with the accumulator's causal scale."""
+
+    def resolve(inputs: TrainingInputs) -> Recipe:
+        found = native_recipe(recipe, backend_of(inputs.q.device))
+        return dataclasses.replace(found, accumulator_scale="causal") if causal else found
+
+    return resolve
+
+
+def _with(
+    call: Callable[..., Call], recipe: Callable[[TrainingInputs], str | Recipe]
+) -> Callable[[TrainingInputs], Call]:
+    return lambda inputs: call(inputs, recipe=recipe(inputs))
 
 
 def whole_call(inputs: TrainingInputs, recipe: str | Recipe) -> Call:
@@ -238,18 +250,20 @@ def whole_call(inputs: TrainingInputs, recipe: str | Recipe) -> Call:
     return autograd_call(inputs, forward)
 
 
-def _plan(inputs: TrainingInputs, recipe: Recipe) -> tuple[Plan, Documents]:
+def _plan(inputs: TrainingInputs, recipe: Recipe) -> tuple[Any, Plan, Documents]:
+    """The door of the device's backend, and a call's plan and documents."""
+    backend = backend_of(inputs.q.device)
     workload = inputs.workload
     heads = (workload.heads_q, workload.heads_kv)
     scale, right = 1 / math.sqrt(workload.head_dim), 0 if inputs.causal else None
-    plan = Plan(recipe, "sm90", (), workload.head_dim, *heads, scale, None, right, False, True)
-    return plan, Documents(inputs.cu_seqlens, inputs.cu_seqlens, workload.tokens, workload.tokens)
+    plan = Plan(recipe, backend, (), workload.head_dim, *heads, scale, None, right, False, True)
+    documents = Documents(inputs.cu_seqlens, inputs.cu_seqlens, workload.tokens, workload.tokens)
+    return door(backend), plan, documents
 
 
 def backward_call(inputs: TrainingInputs, recipe: Recipe) -> Call:
     """All that the backward of a call does; what the forward keeps is made before."""
-    native = door("sm90")
-    plan, documents = _plan(inputs, recipe)
+    native, plan, documents = _plan(inputs, recipe)
     o, _, result, kept = native.run_forward(plan, inputs.q, inputs.k, inputs.v, documents)
 
     def run() -> Tensors:
@@ -265,15 +279,15 @@ def kernel_call(inputs: TrainingInputs, recipe: Recipe) -> Call:
     from flamia.quantize.triton_lists import work_lists
     from flamia.quantize.triton_prepare import prepare_backward, prepare_forward
 
-    native = door("sm90")
-    plan, documents = _plan(inputs, recipe)
-    lists = work_lists(documents, plan.left, plan.right)
-    operands = prepare_forward(plan, inputs.q, inputs.k, inputs.v, lists, columns=True)
+    native, plan, documents = _plan(inputs, recipe)
+    lists = work_lists(documents, plan.left, plan.right, native.tiling(plan, documents))
+    operands = prepare_forward(plan, inputs.q, inputs.k, inputs.v, lists, columns=plan.transposes)
     payloads, maxima = operands.payloads, (operands.k_maxima, operands.v_maxima)
     result = native.forward(plan, payloads, documents, lists, inputs.q.dtype)
     rest = (result.o, result.lse2, result.row_max, payloads, documents, lists)
-    gradients = prepare_backward(plan, inputs.do, None, *rest, columns=True)
-    dk, dv, launch = native.bind_backward(plan, payloads, gradients, *maxima, documents, lists, inputs.do.dtype)
+    gradients = prepare_backward(plan, inputs.do, None, *rest, columns=plan.transposes)
+    bound = (payloads, gradients, result.lse2, *maxima)
+    dk, dv, launch = native.bind_backward(plan, *bound, documents, lists, inputs.do.dtype)
 
     def results() -> Tensors:
         # A launch adds to the sums of dQ. Those of the timed launches pile up, which changes no time.

@@ -11,8 +11,9 @@ from flamia.compiler import Kernel, make_kernel
 from flamia.plan import Plan
 from flamia.recipe import Recipe
 
-ARCHS = {(10, 0): "sm_100a", (10, 3): "sm_103a"}  # of B200 and of B300, by capability
+ARCHS, DEVICES = {(10, 0): "sm_100a", (10, 3): "sm_103a"}, "Blackwell (10.0, 10.3)"  # B200 and B300
 VARIANT = "block"
+QUERIES = 256  # of an item of the forward's work list
 HEAD_DIMS = (64, 128)
 LONG_ROW = 32768  # keys from which pairs of CTAs do the backward wherever they can
 DTYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
@@ -71,6 +72,11 @@ def takes_pairs(plan: Plan, queries: int, keys: int) -> bool:
     the rows, since the lengths of documents are not on the host.
     """
     return has_pairs(plan) and (keys >= LONG_ROW or (plan.ratio == 1 and queries == keys))
+
+
+def keys_of_item(pairs: bool) -> int:
+    """Keys of an item of the backward's work list. pairs: of CTAs do it."""
+    return 256 if pairs else 128
 
 
 def backward_kernels(plan: Plan, dtype: torch.dtype, arch: str, pairs: bool = False) -> tuple[Kernel, ...]:
@@ -144,11 +150,12 @@ def unsupported(
         return f"dtype {dtype} has no Blackwell kernel, torch.bfloat16 and torch.float16 have"
     if offsets:
         return "k_offset and v_offset run on the reference alone"
+    lacks = None
     if training and bool(recipe.exact_ds) != bool(recipe.exact_operands):
-        return (
+        lacks = (
             f"exact_ds={recipe.exact_ds} with exact_operands={recipe.exact_operands} has no Blackwell backward, "
             "both or neither has"
         )
-    if training and recipe.accumulator != "fp16":
-        return f"accumulator={recipe.accumulator!r} has no Blackwell backward, 'fp16' has"
-    return None
+    elif training and recipe.accumulator != "fp16":
+        lacks = f"accumulator={recipe.accumulator!r} has no Blackwell backward, 'fp16' has"
+    return lacks and f"{lacks}; under torch.no_grad() it runs"

@@ -75,7 +75,7 @@ def run_backward(
         lists = lists_in(buffer, documents)
         dlse = None if dlse is None else dlse.contiguous()
         gradients = prepare_backward(plan, do, dlse, o, lse2, row_max, payloads, documents, lists, columns=True)
-        dk, dv, launch = bind_backward(plan, payloads, gradients, k_maxima, v_maxima, documents, lists, do.dtype)
+        dk, dv, launch = bind_backward(plan, payloads, gradients, lse2, k_maxima, v_maxima, documents, lists, do.dtype)
         launch()
         # The memory of the gradient's codes serves dq.
         del launch
@@ -171,6 +171,7 @@ def bind_backward(
     plan: Plan,
     payloads: Payloads,
     gradients: Gradients,
+    lse2: Tensor,
     k_maxima: Tensor,
     v_maxima: Tensor,
     documents: Documents,
@@ -179,7 +180,7 @@ def bind_backward(
 ) -> tuple[Tensor, Tensor, Callable[[], None]]:
     """Unset dk and dv of ``dtype`` [Tk, kv heads, D], and what launches the kernel that fills them and adds up dq.
 
-    Keys of no document are left unset.
+    lse2: of the forward, which these kernels have in the gradient's constants. Keys of no document are left unset.
     """
     wide = plan.recipe.format == "nvfp4"
     q, k, v = (e4m3(payloads, name) for name in (("q8", "k8", "v") if wide else ("q", "k", "v")))

@@ -11,7 +11,8 @@ from flamia.compiler import Kernel, make_kernel
 from flamia.plan import Plan
 from flamia.recipe import Recipe
 
-CAPABILITIES, DEVICES, ARCH, VARIANT = ((9, 0),), "Hopper (9.0)", "sm_90a", "folded"
+ARCH, VARIANT = "sm_90a", "folded"
+ARCHS, DEVICES = {(9, 0): ARCH}, "Hopper (9.0)"
 HEAD_DIMS, FORMATS = (64, 128), ("mxfp8", "nvfp4")
 DTYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 

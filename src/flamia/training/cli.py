@@ -37,7 +37,7 @@ def train(
     weight_decay: Annotated[float | None, typer.Option(help="Of matrices.")] = None,
     clip: Annotated[float | None, typer.Option(help="Largest gradient norm.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    backend: Annotated[str, typer.Option(help="auto, reference or sm90.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, reference, sm90 or sm100.")] = "auto",
     autocast: Annotated[
         bool | None, typer.Option(help="BF16 outside of attention too. By default in 1b alone.", show_default=False)
     ] = None,
