@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flamia.backends import native_backend
 from flamia.benchmarks.timing import copy_bandwidth, eager_seconds, graph_seconds
 from flamia.benchmarks.workloads import lengths, offsets
 from flamia.documents import Documents
@@ -70,7 +71,10 @@ def size(*things: Any) -> int:
 def iterate_quantizers(
     recipe: str, packing: str, tokens: int, heads: int, head_dim: int, bandwidth: float, separate: bool = True
 ) -> Iterator[Row]:
-    """q, k, v, do and the finishing launches of one recipe, as a Hopper (folded) or Blackwell backend asks for them."""
+    """q, k, v, do and the finishing launches of one recipe, as the device's backend asks for them.
+
+    Only Blackwell's reads E4M3 operands in both directions; elsewhere there are transposed codes.
+    """
     from flamia.quantize.triton_finish import finish_dk_dv, finish_dq
     from flamia.quantize.triton_lists import work_lists
     from flamia.quantize.triton_operands import quantize_operand
@@ -78,7 +82,7 @@ def iterate_quantizers(
 
     chosen = get_recipe(recipe)
     plan = Plan(chosen, "device", (), head_dim, heads, heads, 1 / math.sqrt(head_dim), None, 0, False, True)
-    columns = chosen.format != "fp4"
+    columns = chosen.format != "fp4" and native_backend(torch.device("cuda")) != "sm100"
     cu = offsets(lengths(packing, tokens), "cuda")
     documents = Documents(cu, cu, tokens, tokens)
     lists = work_lists(documents, None, 0)
