@@ -398,8 +398,11 @@ class Backward:
         a_q, b_q = mma_q.make_fragment_A(part_q.partition_A(sdS)), mma_q.make_fragment_B(part_q.partition_B(sKc))
         a_kv = [mma_kv.make_fragment_A(mma_kv.partition_shape_A((TILE, STEP))) for _ in range(2)]
         x = [cute.make_rmem_tensor(mma_s.partition_shape_C((TILE, STEP)), Float32) for _ in range(2)]
-        q_layout = cute.make_layout(mma_q.partition_shape_C((STEP, self.head_dim)))
-        x_q = [cute.make_tensor(part.iterator, q_layout) for part in x]
+        q_shape = mma_q.partition_shape_C((STEP, self.head_dim))
+        if const_expr(self.head_dim == 128):
+            x_q = [cute.make_tensor(part.iterator, cute.make_layout(q_shape)) for part in x]
+        else:
+            x_q = [cute.make_rmem_tensor(q_shape, Float32) for _ in range(2)]
         sums = [cute.make_rmem_tensor((2, 2, 8, self.halves), Float32) for _ in range(2)]
         words = [cute.recast_tensor(a, Int32) for a in a_kv]
         operands = (mmas, a_s, b_s, a_kv, b_kv, a_q, b_q)
