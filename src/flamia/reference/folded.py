@@ -271,7 +271,9 @@ class _ChunkBackward:
         keys = slice(k0, k1)
         promoted = _Promotion(self.c_k[:, keys])
         exponents = [torch.full((self.c_q.shape[0],), _NONE, dtype=torch.int32, device=self.device)] * 2
-        for run in self.chunk.geometry.query_runs(k0, k1, tiles_per_run(self.chunk), self.device):
+        # Without a mask tiles of keys begin at different queries: CTAs then do not all read and add to the same ones.
+        around = self.plan.left is None and self.plan.right is None and not self.plan.deterministic
+        for run in self.chunk.geometry.query_runs(k0, k1, tiles_per_run(self.chunk), self.device, around=around):
             rows = slice(run.start, run.stop)
             p = self._weights(run, rows, keys)
             p_codes = formats.round_e4m3(torch.where(self.live[:, rows].unsqueeze(-1), p, 0.0)).to(torch.float64)

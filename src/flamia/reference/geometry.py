@@ -92,8 +92,11 @@ class Geometry:
         flags = [self._diagonal(q0, k1) for _, k1 in edges]
         yield from _join(edges, masks, flags, most)
 
-    def query_runs(self, k0: int, k1: int, most: int, device: torch.device) -> Iterator[Run]:
-        """Tiles of queries that see keys [k0, k1), ascending; unmasked neighbours joined up to ``most`` tiles."""
+    def query_runs(self, k0: int, k1: int, most: int, device: torch.device, *, around: bool = False) -> Iterator[Run]:
+        """Tiles of queries that see keys [k0, k1), ascending; unmasked neighbours joined up to ``most`` tiles.
+
+        around: begin with query tile n of m for key tile n modulo m and go around; all keys must see all queries.
+        """
         last_real = min(k1, self.len_k) - 1
         first = 0 if self.right is None else max(0, k0 - self.shift - self.right)
         last = self.len_q - 1 if self.left is None else min(self.len_q - 1, last_real - self.shift + self.left)
@@ -103,6 +106,8 @@ class Geometry:
         edges = [(q, min(q + TILE, end)) for q in range(first // TILE * TILE, last + 1, TILE)]
         masks = [self.visible(q0, q1, k0, k1, device) for q0, q1 in edges]
         flags = [self._diagonal(q0, k1) for q0, _ in edges]
+        n = k0 // TILE % len(edges) if around else 0
+        edges, masks, flags = edges[n:] + edges[:n], masks[n:] + masks[:n], flags[n:] + flags[:n]
         yield from _join(edges, masks, flags, most)
 
 
@@ -115,6 +120,7 @@ def _join(edges: list[tuple[int, int]], masks: list[Tensor | None], flags: list[
                 j < len(edges)
                 and j - i < most
                 and masks[j] is None
+                and edges[j][0] == edges[j - 1][1]
                 and flags[j] == flags[i]
                 and edges[j][1] - edges[j][0] == TILE
             ):

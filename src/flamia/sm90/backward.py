@@ -22,9 +22,9 @@ from cutlass.tensor_utils import LayoutEnum
 from flamia.sm90 import gradients
 from flamia.sm90.claims import BoardStorage, board_in, claim, init_board, leave, post, take
 from flamia.sm90.instructions import (
+    add_half,
     as_bits,
     as_float,
-    bulk_add_half,
     clear_after,
     lane_here,
     load_acquire,
@@ -32,16 +32,18 @@ from flamia.sm90.instructions import (
     raise_to,
     store_matrices,
 )
-from flamia.sm90.key_work import STEP, KeyItem, KeyTables, key_item_at, turn
+from flamia.sm90.key_work import STEP, KeyItem, KeyTables, around, key_item_at, turn
 from flamia.sm90.work import TILE, Masks
 
 THREADS = 384
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-# Numbers of a step in shared memory, 32 bits each: three per query (``gradients.place``, but for DQ), then eight
-# of the step: c 2^e_Q and C - 8 + e_Q of its two blocks, 2^(C - 8), how many tiles of keys add to dq before this one.
-ADDEND, B, DQ, FACTOR, UNIT, DV, TURN, NUMBERS = 0, 80, 160, 224, 226, 228, 229, 232
+# Numbers of a step in shared memory, 32 bits each: two per query (``gradients.place``), then seven of the step: c 2^e_Q
+# and C - 8 + e_Q of its two blocks, 2^(C - 8), how many tiles of keys add to dq before this one.
+ADDEND, B, FACTOR, UNIT, DV, NUMBERS = 0, 80, 160, 162, 164, 168
 # Exact operands: three more per query, c 2^e_Q, 2^(e_T - C + 8), 2^(e_T + e_Q).
-Q_FACTOR, POWER, A, EXACT_NUMBERS = 232, 312, 392, 472
+Q_FACTOR, POWER, A, EXACT_NUMBERS = 168, 248, 328, 408
+# What is needed a step later, for dq: an exponent per query, how many tiles of keys add before this one.
+DQ, TURN, LATE = 0, 64, 72
 NONE = -1000
 SLAB = 512  # words of shared memory in which a warp lays out what it writes
 
@@ -86,6 +88,8 @@ class Backward:
         self.rotate, self.causal_scale, self.deterministic = rotate, causal_scale, deterministic
         self.exact, self.rows = exact, EXACT_NUMBERS if exact else NUMBERS
         self.halves = head_dim // 64
+        # Without a mask, all CTAs would read and add to the same queries at a time.
+        self.around = not (deterministic or masks.left or masks.right)
         self.slab = 16 * head_dim // 2  # FP16 numbers of 16 queries and one warpgroup's channels
 
     @cute.jit
@@ -173,6 +177,7 @@ class Backward:
             shared_e: cute.struct.Align[cute.struct.MemRange[Int32, 8], 8]
             maxima: cute.struct.Align[cute.struct.MemRange[Int32, 640 if self.exact else 4], 16]
             numbers: cute.struct.Align[cute.struct.MemRange[Float32, stages * self.rows], 128]
+            late: cute.struct.Align[cute.struct.MemRange[Int32, 2 * stages * LATE], 128]
             sK: cute.struct.Align[cute.struct.MemRange[kind, cute.cosize(sK_layout)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sV_layout)], 1024]
             sKc: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sKc_layout)], 1024]
@@ -234,6 +239,7 @@ class Backward:
         sQ, sT = tensor(storage.sQ, sQ_layout), tensor(storage.sT, sT_layout)
         table = cute.make_layout((self.rows, self.stages))
         values = cute.make_tensor(storage.numbers.data_ptr(), table)
+        late = cute.make_tensor(storage.late.data_ptr(), cute.make_layout((LATE, 2 * self.stages)))
         heads = outputs[0].shape[1]
         work = (tables.count[0] * heads, tables, scalars, board)
         if warp < 4:
@@ -242,13 +248,13 @@ class Backward:
                 sQc, sTc = (tensor(x, sQc_layout) for x in (storage.sQc, storage.sTc))
                 self.load(atoms, sources, (sK, sV, sKc, sQ, sT, sQc, sTc), work, barriers)
             if warp == 1:
-                self.load_numbers(numbers, exponents[0], values, work, barriers)
+                self.load_numbers(numbers, exponents[0], values, late, work, barriers)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             sQc, sTc = (tensor(x, halves_layout) for x in (storage.sQc, storage.sTc))
             sdS = tensor(storage.sdS, sdS_layout)
             shared = (sK, sV, sKc, sQ, sT, sQc, sTc, sdS)
-            plain = (values, tops, shared_e, maxima, storage.sdS.data_ptr(), storage.slabs.data_ptr())
+            plain = (values, late, tops, shared_e, maxima, storage.sdS.data_ptr(), storage.slabs.data_ptr())
             self.compute(mmas, shared, plain, exponents, outputs, work, barriers)
 
     @cute.jit
@@ -267,6 +273,10 @@ class Backward:
     def item(self, at, work) -> KeyItem:
         _, tables, (_, _, left, right, section), _ = work
         return key_item_at(at, section, left, right, tables, self.masks)
+
+    def place_of(self, j, item):
+        """Which step is the walk's j-th."""
+        return around(j, item) if const_expr(self.around) else j
 
     @cute.jit
     def load(self, atoms, sources, shared, work, barriers):
@@ -299,13 +309,13 @@ class Backward:
                 tiles += [cute.local_tile(x, (d, STEP), (0, None)) for x in columns]
                 parts = [self._partition(atoms[3 + i], shared[3 + i], tiles[i]) for i in range(4)]
                 for j in cutlass.range(item.first, item.stop, unroll=1):
-                    stage = tile % self.stages
+                    stage, step = tile % self.stages, self.place_of(j, item)
                     cute.arch.mbarrier_wait(empty + stage, (tile // self.stages + 1) & 1)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (3 + bytes_of) * STEP * d)
                     for i in cutlass.range_constexpr(4):
                         s, g = parts[i]
-                        cute.copy(atoms[3 + i], g[None, j], s[None, stage], tma_bar_ptr=full + stage)
+                        cute.copy(atoms[3 + i], g[None, step], s[None, stage], tma_bar_ptr=full + stage)
                     tile += 1
             m += 1
             at = take(work[3], m)
@@ -316,7 +326,7 @@ class Backward:
         return cpasync.tma_partition(atom, 0, one, cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2))
 
     @cute.jit
-    def load_numbers(self, numbers, eQ, values, work, barriers):
+    def load_numbers(self, numbers, eQ, values, late, work, barriers):
         """Producer warp: claims items; what a step's queries bring along, two queries per lane."""
         empty, full = barriers[3], barriers[2]
         addend, b, unit, outside, prescale = numbers
@@ -328,11 +338,11 @@ class Backward:
             for h in cutlass.range(self.ratio, unroll=1):
                 head = item.kv * self.ratio + h
                 for j in cutlass.range(item.first, item.stop, unroll=1):
-                    stage = tile % self.stages
+                    stage, slot, step = tile % self.stages, tile % (2 * self.stages), self.place_of(j, item)
                     cute.arch.mbarrier_wait(empty + stage, (tile // self.stages + 1) & 1)
                     shared_c = Int32(NONE)
                     for block in cutlass.range(2, unroll=1):
-                        query = j * STEP + 32 * block + lane
+                        query = step * STEP + 32 * block + lane
                         inside = query < item.len_q
                         token = item.q_start + cutlass.min(query, item.len_q - 1)
                         added = addend[head, token]
@@ -360,7 +370,7 @@ class Backward:
                             values[A + spot, stage] = gradients.power(unit[head, token] + apart)
                         values[ADDEND + spot, stage] = added
                         values[B + spot, stage] = less if inside else Float32(0.0)
-                        values[DQ + 32 * block + lane, stage] = as_float(prescale[head, where] - e_q)
+                        late[DQ + 32 * block + lane, slot] = prescale[head, where] - e_q
                         if lane == 0:
                             values[FACTOR + block, stage] = scale_q
                             values[UNIT + block, stage] = as_float(Int32(0) if u == NONE else u)
@@ -369,7 +379,7 @@ class Backward:
                     if const_expr(self.deterministic):
                         rank = turn(item, j, work[2][2], work[2][3], self.masks)
                         if lane == 0:
-                            values[TURN, stage] = as_float(rank)
+                            late[TURN, slot] = rank
                     cute.arch.sync_warp()
                     if lane == 0:
                         cute.arch.mbarrier_arrive(full + stage)
@@ -407,7 +417,7 @@ class Backward:
         words = [cute.recast_tensor(a, Int32) for a in a_kv]
         operands = (mmas, a_s, b_s, a_kv, b_kv, a_q, b_q)
         registers = (x, x_q, sums, words)
-        slab = plain[5] + warp * SLAB
+        slab = plain[6] + warp * SLAB
         m, n, tile = Int32(0), Int32(0), Int32(0)
         at = take(work[3], m)
         while at < work[0]:
@@ -429,7 +439,10 @@ class Backward:
                 common = (operands, registers, plain, slab, place, outputs[2:], work[2], barriers)
                 for h in cutlass.range(self.ratio, unroll=1):
                     head = item.kv * self.ratio + h
-                    kept = self.head(tile, item.first, head, (Int32(0),) * 3, None, True, *common)
+                    kept = self.head(tile, item.first, head, (Int32(0),) * 3, True, False, *common)
+                    if const_expr(self.halves == 2):
+                        warpgroup.wait_group(0)
+                        self.add_dv(tile, 1, registers, plain[0])
                     begin, middle = item.first + 1, cutlass.min(item.clear, item.stop)
                     for j in cutlass.range(begin, middle, unroll=1):
                         tile, kept = self.step(tile, j, head, kept, True, *common)
@@ -439,8 +452,8 @@ class Backward:
                     if const_expr(self.masks.left):
                         for j in cutlass.range(cutlass.max(begin, middle), item.stop, unroll=1):
                             tile, kept = self.step(tile, j, head, kept, True, *common)
-                    packed = self.products(tile, kept[2], *common)
-                    self.add_dq(packed, item.stop - 1, head, place, slab, outputs[2:])
+                    self.products(tile, kept[2], False, *common)
+                    self.queries(tile, item.stop - 1, head, False, *common)
                     if const_expr(self.deterministic):
                         self.pass_on(item.stop - 1, head, place, outputs[2:])
                     tile += 1
@@ -449,43 +462,82 @@ class Backward:
             self.store(sums, outputs, item, warp, e_k, work[2][1], slab)
             m += 1
             at = take(work[3], m)
-        if lane == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def step(self, tile, j, head, kept, masked: cutlass.Constexpr, *common):
-        """Products of the last 64 queries, then P and dS of the 64 from j. Returns the next step's ``tile, kept``."""
-        packed = self.products(tile, kept[2], *common)
-        tile += 1
-        return tile, self.head(tile, j, head, kept, packed, masked, *common)
+        """dK of the last 64 queries, P, dS and dV of the 64 from j, dQ of the last. Returns the next ``tile, kept``."""
+        self.products(tile, kept[2], True, *common)
+        kept = self.head(tile + 1, j, head, kept, masked, True, *common)
+        self.queries(tile, j - 1, head, True, *common)
+        return tile + 1, kept
+
+    # Everything but dK and dV shares two accumulators, and one product runs while the one before is added up. The first
+    # 64 channels of dV start as soon as P's registers are free, the next scores behind dK. dQ, which takes the codes of
+    # both warpgroups, comes a step late, so that neither waits for the other.
 
     @cute.jit
-    def products(self, tile, both, operands, registers, plain, slab, place, targets, scalars, barriers):
-        """dV, dK and dQ of a step: what its codes multiply. Returns dQ in FP16, in ``fragment_order``, and its turn.
+    def products(
+        self, tile, both, more: cutlass.Constexpr, operands, registers, plain, slab, place, targets, scalars, barriers
+    ):
+        """dK of a step. more: starts the next step's scores as well."""
+        mmas, _, _, a_kv, b_kv, _, _ = operands
+        x, _, sums, _ = registers
+        _, _, full, empty, _, _ = barriers
+        stage, factor, halves = tile & (self.stages - 1), gradients.power(both), const_expr(self.halves)
+        for n in cutlass.range_constexpr(2 - halves, 2):
+            h = n - (2 - halves)
+            self.gemm(mmas[2], x[n], a_kv[1], b_kv[1][None, None, None, stage * halves + h], 2)
+        if const_expr(halves == 2):
+            warpgroup.wait_group(1)
+            self.promote(sums[1], x[0], factor, 0)
+        if const_expr(more):
+            self.scores(tile + 1, operands, registers, full)
+        warpgroup.wait_group(1 if more else 0)
+        self.release(empty + stage)
+        self.promote(sums[1], x[1], factor, halves - 1)
 
-        Two accumulators take turns: one product runs while the one before is added up.
-        """
-        mmas, _, _, a_kv, b_kv, a_q, b_q = operands
-        x, x_q, sums, _ = registers
-        values, _, shared_e, maxima, _, _ = plain
-        _, _, _, _, _, warp, lane = place
-        _, _, _, empty, ds_full, ds_empty = barriers
-        stage, buffer = tile & (self.stages - 1), tile & 1
-        factors = (values[DV, stage], gradients.power(both))
-        count = const_expr(2 * self.halves)
-        for n in cutlass.range_constexpr(count + 1):
-            if const_expr(n < count):
-                i, h = n // self.halves, n % self.halves
-                self.gemm(mmas[2], x[n % 2], a_kv[i], b_kv[i][None, None, None, stage * self.halves + h], 2)
-            else:
-                cute.arch.mbarrier_wait(ds_full + buffer, (tile >> 1) & 1)
-                self.gemm(mmas[3], x_q[n % 2], a_q[None, None, None, buffer], b_q, 2, 0)
-            if const_expr(n > 0):
+    @cute.jit
+    def start_dv(self, tile, h: cutlass.Constexpr, operands, registers):
+        """Start dV of 64 channels."""
+        mmas, _, _, a_kv, b_kv, _, _ = operands
+        b = b_kv[0][None, None, None, (tile & (self.stages - 1)) * self.halves + h]
+        self.gemm(mmas[2], registers[0][h], a_kv[0], b, 2)
+
+    @cute.jit
+    def add_dv(self, tile, h: cutlass.Constexpr, registers, values):
+        """Add dV of 64 channels up."""
+        x, _, sums, _ = registers
+        self.promote(sums[0], x[h], values[DV, tile & (self.stages - 1)], h)
+
+    @cute.jit
+    def queries(
+        self,
+        tile,
+        j,
+        head,
+        more: cutlass.Constexpr,
+        operands,
+        registers,
+        plain,
+        slab,
+        place,
+        targets,
+        scalars,
+        barriers,
+    ):
+        """dQ of step j. more: the last 64 channels of the next step's dV are under way, and are added up."""
+        mmas, _, _, _, _, a_q, b_q = operands
+        x_q = registers[1]
+        values, late, _, shared_e, maxima, _, _ = plain
+        warp, lane = place[5:]
+        ds_full, ds_empty = barriers[4:]
+        buffer, slot = tile & 1, tile & (2 * self.stages - 1)
+        cute.arch.mbarrier_wait(ds_full + buffer, (tile >> 1) & 1)
+        for half in cutlass.range_constexpr(2):
+            self.gemm(mmas[3], x_q[half], a_q[None, None, None, buffer], b_q, 2, 2 * half)
+            if const_expr(half == 0 and more and self.halves == 2):
                 warpgroup.wait_group(1)
-                i, h = (n - 1) // self.halves, (n - 1) % self.halves
-                self.promote(sums[i], x[(n - 1) % 2], factors[i], h)
-        first, second = x_q[count % 2], x_q[(count + 1) % 2]
-        self.gemm(mmas[3], second, a_q[None, None, None, buffer], b_q, 2, 2)
+                self.add_dv(tile + 1, 1, registers, values)
         scale = []
         for half in cutlass.range_constexpr(2):
             rows = [warp % 4 * 16 + lane // 4 + 8 * r for r in range(2)]
@@ -495,36 +547,41 @@ class Backward:
                 found = [e + gradients.row_exponent(tops[r], e) for r in range(2)]
             else:
                 found = [shared_e[warp % 4 // 2, buffer, half]] * 2
-            scale.append([gradients.power(found[r] + as_bits(values[DQ + rows[r], stage])) for r in range(2)])
-        before = cute.arch.make_warp_uniform(as_bits(values[TURN, stage])) if const_expr(self.deterministic) else None
-        self.release(empty + stage)
+            scale.append([gradients.power(found[r] + late[DQ + rows[r], slot]) for r in range(2)])
+        before = cute.arch.make_warp_uniform(late[TURN, slot]) if const_expr(self.deterministic) else None
         warpgroup.wait_group(0)
         self.release(ds_empty + buffer)
-        return self.pack_dq(first, second, scale), before
+        self.add_dq(gradients.pack_dq(x_q[0], x_q[1], scale), before, j, head, place, targets)
+
+    @cute.jit
+    def scores(self, tile, operands, registers, full):
+        """Start the scores of a step."""
+        mmas, a_s, b_s, _, _, _, _ = operands
+        stage = tile & (self.stages - 1)
+        cute.arch.mbarrier_wait(full + stage, (tile // self.stages) & 1)
+        blocks = const_expr(cute.size(a_s[0].shape[2]))
+        self.gemm(mmas[0], registers[0][0], a_s[0], b_s[0][None, None, None, stage], blocks)
 
     @cute.jit
     def head(
-        self, tile, j, head, kept, packed, masked: cutlass.Constexpr, operands, registers, plain, slab, place, targets,
-        scalars, barriers,
+        self, tile, j, head, kept, masked: cutlass.Constexpr, started: cutlass.Constexpr, operands, registers, plain,
+        slab, place, targets, scalars, barriers,
     ):  # fmt: skip
-        """Codes of P and dS of 64 queries. Stores dQ of the step before meanwhile.
+        """Codes of P and dS of 64 queries. started: the scores are under way.
 
         kept: the dS exponent in force, whether it is known, and that of dK's codes; returns the same after this step.
         """
         mmas, a_s, b_s, _, _, _, _ = operands
         x, _, _, words = registers
-        values, tops, shared_e, maxima, dS_pointer, _ = plain
+        values, _, tops, shared_e, maxima, dS_pointer, _ = plain
         item, e_k, e_v, guess, group, warp, lane = place
         _, _, left, right, _ = scalars
         _, _, full, _, ds_full, ds_empty = barriers
         stage = tile & (self.stages - 1)
         buffer, top = tile & 1, tile & 3
-        cute.arch.mbarrier_wait(full + stage, (tile // self.stages) & 1)
-        for i in cutlass.range_constexpr(2):
-            blocks = const_expr(cute.size(a_s[i].shape[2]))
-            self.gemm(mmas[i], x[i], a_s[i], b_s[i][None, None, None, stage], blocks)
-        if const_expr(packed is not None):
-            self.add_dq(packed, j - 1, head, place, slab, targets)
+        if const_expr(not started):
+            self.scores(tile, operands, registers, full)
+        self.gemm(mmas[1], x[1], a_s[1], b_s[1][None, None, None, stage], self.head_dim // 32)
         unit = [as_bits(values[UNIT + i, stage]) for i in range(2)]
         held = kept[0] if kept[1] != 0 else unit[0] + guess
         e = cutlass.max(held, cutlass.max(unit[0], unit[1]) + (guess - gradients.HEADROOM))
@@ -533,10 +590,10 @@ class Backward:
         warpgroup.wait_group(1)
         p, ds = gradients.view(x[0]), gradients.view(x[1])
         if const_expr(self.exact):
-            loaders = [self.loader(values, kind, stage, lane) for kind in (Q_FACTOR, ADDEND, POWER, A, B)]
+            loaders = [gradients.loader(values, kind, stage, lane) for kind in (Q_FACTOR, ADDEND, POWER, A, B)]
             gradients.exact_weights(p, k_factor, loaders[0], loaders[1])
         else:
-            gradients.weights(p, factor, self.per_query(values, ADDEND, stage, lane))
+            gradients.weights(p, factor, gradients.per_query(values, ADDEND, stage, lane))
         if const_expr(masked):
             row = lane_here() if const_expr(self.exact) else lane  # no register is left to keep what follows from it
             gradients.mask(p, item.k0 + warp * 16 + row // 4, j * STEP, item.shift, item.len_k, left, right, self.masks)
@@ -558,8 +615,9 @@ class Backward:
                         maxima[lane + 32 * i, (top + 1) & 3, group] = Int32(0)
         else:
             scale = [gradients.power(unit[i] + e_k[0] + e_v[0] - e) for i in range(2)]
-            less = self.per_query(values, B, stage, lane)
+            less = gradients.per_query(values, B, stage, lane)
             found = gradients.scores_gradient(ds, p, scale, less, row_scale[0])
+        self.start_dv(tile, 0, operands, registers)
         gradients.codes(ds, words[1])
         for i in cutlass.range_constexpr(2):
             raise_to(tops.iterator + (8 * group + 2 * top + i), as_bits(found[i]))
@@ -573,7 +631,7 @@ class Backward:
         changes = known == 0 or e != held or not (gradients.serves(found[0]) and gradients.serves(found[1]))
         if const_expr(self.exact):
             to_dq = cute.make_rmem_tensor((8,), Int32)
-            gradients.row_codes(ds, self.loader(maxima, 0, 4 * group + top, lane), e, to_dq)
+            gradients.row_codes(ds, gradients.loader(maxima, 0, 4 * group + top, lane), e, to_dq)
             gradients.store_codes(to_dq, address)
             if warp % 4 == 0 and lane == 0:
                 shared_e[0, buffer, group] = e
@@ -592,29 +650,11 @@ class Backward:
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         self.release(ds_full + buffer)
+        if const_expr(self.halves == 2):
+            self.start_dv(tile, 1, operands, registers)
+        warpgroup.wait_group(self.halves - 1)
+        self.add_dv(tile, 0, registers, values)
         return second, known, both
-
-    @cute.jit
-    def per_query(self, table, kind: cutlass.Constexpr, column, lane):
-        """Numbers of the thread's 16 queries, [2, 8], from a column of a table in shared memory."""
-        numbers = cute.make_rmem_tensor((2, 8), table.element_type)
-        cute.autovec_copy(self.numbers_at(table, kind, column, lane, 16), numbers)
-        return numbers
-
-    def numbers_at(self, table, start, column, lane, count):
-        rows = cute.size(table.shape[0])
-        source = (table.iterator + (column * rows + start + lane % 4 * gradients.STRIDE)).align(16)
-        return cute.make_tensor(source, cute.make_layout((2, count // 2)))
-
-    def loader(self, table, kind, column, lane):
-        """A function of k that loads four of what ``per_query`` does, those of columns 2k and 2k + 1."""
-
-        def load(k):
-            numbers = cute.make_rmem_tensor((2, 2), table.element_type)
-            cute.autovec_copy(self.numbers_at(table, kind + 4 * k, column, lane, 4), numbers)
-            return numbers
-
-        return load
 
     @cute.jit
     def gemm(self, mma, accumulator, a, b, blocks: cutlass.Constexpr, first: cutlass.Constexpr = 0):
@@ -643,57 +683,35 @@ class Backward:
             s[i] = s[i] + p[i] * factor
 
     @cute.jit
-    def pack_dq(self, first, second, scale):
-        """dQ of this warp's 16 queries and this warpgroup's channels: both halves of the keys in one scale, FP16."""
-        groups = const_expr(self.head_dim // 16)
-        parts = [cute.make_tensor(x.iterator, cute.make_layout((2, 2, groups))) for x in (first, second)]
-        packed = cute.make_rmem_tensor((4, groups // 2), Int32)
-        for k in cutlass.range_constexpr(groups // 2):
-            for i in cutlass.range_constexpr(4):
-                r, g = i % 2, 2 * k + i // 2
-                low, high = (parts[0][c, r, g] * scale[0][r] + parts[1][c, r, g] * scale[1][r] for c in range(2))
-                packed[i, k] = pack_half(low, high, "f16")
-        return packed
-
-    @cute.jit
-    def add_dq(self, packed, j, head, place, slab, targets):
-        """Add what ``products`` has packed to the accumulator, when it is this tile's turn."""
-        words, before = packed
+    def add_dq(self, words, before, j, head, place, targets):
+        """Add what ``pack_dq`` returns to the accumulator, when it is this tile's turn."""
         item, _, _, _, group, warp, lane = place
-        if const_expr(self.deterministic):
-            if j > item.first:
-                self.pass_on(j - 1, head, place, targets)
-        elif lane == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()
-        own = lane_here() if const_expr(self.exact) else lane
-        for k in cutlass.range_constexpr(cute.size(words.shape[1])):
-            target = (slab + (32 * k + own) * 4).align(16)
-            cute.autovec_copy(words[None, k], cute.make_tensor(target, cute.make_layout((4,))))
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-        query = j * STEP + warp % 4 * 16
-        if lane == 0 and query < item.len_q:
+        query = self.place_of(j, item) * STEP + warp % 4 * 16
+        if const_expr(self.deterministic) and j > item.first:
+            self.pass_on(j - 1, head, place, targets)
+        if query < item.len_q:
             row = Int64(head) * targets[0].shape[1] + item.column_q + query
             if const_expr(self.deterministic):
                 place_in_line = targets[1].iterator + (row // 16 * 2 + group)
                 while load_acquire(place_in_line) != before:
                     pass
-                cute.arch.fence_proxy("async")
-            spot = targets[0].iterator + (row * self.head_dim + group * self.slab)
-            bulk_add_half(spot, slab, Int32(2 * self.slab))
-            cute.arch.cp_async_bulk_commit_group()
+            own = lane_here() if const_expr(self.exact) else lane
+            spot = targets[0].iterator + (row * self.head_dim + group * self.slab + 8 * own)
+            for k in cutlass.range_constexpr(cute.size(words.shape[1])):
+                add_half(spot + 256 * k, [words[i, k] for i in range(4)])
 
     @cute.jit
     def pass_on(self, j, head, place, targets):
         """The turn to the next tile, once what was added to step j's queries is there."""
         item, _, _, _, group, warp, lane = place
         query = j * STEP + warp % 4 * 16
-        if lane == 0 and query < item.len_q:
-            cute.arch.cp_async_bulk_wait_group(0, read=False)
-            row = Int64(head) * targets[0].shape[1] + item.column_q + query
-            target = targets[1].iterator + (row // 16 * 2 + group)
-            cute.arch.red(target, Int32(1), op="add", dtype="u32", sem="release", scope="gpu")
+        if query < item.len_q:
+            cute.arch.fence_acq_rel_gpu()
+            cute.arch.sync_warp()
+            if lane == 0:
+                row = Int64(head) * targets[0].shape[1] + item.column_q + query
+                target = targets[1].iterator + (row // 16 * 2 + group)
+                cute.arch.red(target, Int32(1), op="add", dtype="u32", sem="release", scope="gpu")
 
     @cute.jit
     def store(self, sums, outputs, item, warp, e_k, softmax_scale, slab):
@@ -708,9 +726,6 @@ class Backward:
             gradients.rotate_back(dk)
         kind = "bf16" if const_expr(outputs[0].element_type is BFloat16) else "f16"
         key, lane = item.k0 + warp * 16, lane_here()
-        if lane == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()
         # 64 channels at a time through shared memory, in 16-byte pieces moved so that no bank is asked twice
         base, row = Int32(slab.toint()), lane % 16
         for i in cutlass.range_constexpr(2):

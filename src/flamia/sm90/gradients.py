@@ -17,6 +17,7 @@ from flamia.sm90.instructions import (
     exp2,
     max_abs,
     pack_e4m3,
+    pack_half,
     permute_bytes,
     raise_to,
     store_matrices,
@@ -41,6 +42,31 @@ def place(query: Any) -> Any:
     Thread-column t = query % 8 // 2 reads 16 in a row, from banks of its own.
     """
     return query % 8 // 2 * STRIDE + query // 8 * 2 + query % 2
+
+
+@cute.jit
+def per_query(table: Any, kind: cutlass.Constexpr, column: Any, lane: Any) -> Any:
+    """Numbers of the thread's 16 queries, [2, 8], from a column of a table in shared memory; kind: where they begin."""
+    numbers = cute.make_rmem_tensor((2, 8), table.element_type)
+    cute.autovec_copy(_numbers_at(table, kind, column, lane, 16), numbers)
+    return numbers
+
+
+def loader(table: Any, kind: Any, column: Any, lane: Any) -> Any:
+    """A function of k that loads four of what ``per_query`` does, those of columns 2k and 2k + 1."""
+
+    def load(k: int) -> Any:
+        numbers = cute.make_rmem_tensor((2, 2), table.element_type)
+        cute.autovec_copy(_numbers_at(table, kind + 4 * k, column, lane, 4), numbers)
+        return numbers
+
+    return load
+
+
+def _numbers_at(table: Any, start: Any, column: Any, lane: Any, count: int) -> Any:
+    rows = cute.size(table.shape[0])
+    source = (table.iterator + (column * rows + start + lane % 4 * STRIDE)).align(16)
+    return cute.make_tensor(source, cute.make_layout((2, count // 2)))
 
 
 def power(e: Int32) -> Float32:
@@ -225,6 +251,24 @@ def kept_exponents(tops: Any, e: Int32, held: Int32, known: Int32) -> Any:
     seen = seen if two == 0.0 else Int32(1)
     both = second if one == 0.0 else cutlass.max(first, second)
     return first, second, both, seen
+
+
+@cute.jit
+def pack_dq(first: cute.Tensor, second: cute.Tensor, scale: Any) -> Any:
+    """dQ of a warp's 16 queries and its warpgroup's channels: both halves of the keys in one scale, FP16.
+
+    first, second: accumulators over 64 keys each; scale: per half of the keys and row of the thread. Returns 32-bit
+    words [4, channels / 16] in ``fragment_order``.
+    """
+    groups = cute.size(first) // 4
+    parts = [cute.make_tensor(x.iterator, cute.make_layout((2, 2, groups))) for x in (first, second)]
+    packed = cute.make_rmem_tensor((4, groups // 2), Int32)
+    for k in cutlass.range_constexpr(groups // 2):
+        for i in cutlass.range_constexpr(4):
+            r, g = i % 2, 2 * k + i // 2
+            low, high = (parts[0][c, r, g] * scale[0][r] + parts[1][c, r, g] * scale[1][r] for c in range(2))
+            packed[i, k] = pack_half(low, high, "f16")
+    return packed
 
 
 @cute.jit

@@ -160,12 +160,11 @@ def load_acquire(pointer: Any, *, loc: Any = None, ip: Any = None) -> Int32:
 
 
 @dsl_user_op
-def bulk_add_half(target: Any, source: Any, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Add ``size`` bytes of FP16 in shared memory to global memory, asynchronously, in this thread's bulk group."""
-    values = [target.toint().ir_value(loc=loc, ip=ip), Int32(source.toint()).ir_value(loc=loc, ip=ip)]
-    values.append(Int32(size).ir_value(loc=loc, ip=ip))
-    text = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.noftz.f16 [$0], [$1], $2;"
-    _asm(None, values, text, "l,r,r", effects=True)
+def add_half(target: Any, words: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Add eight FP16 numbers, four words, to 16 bytes of global memory."""
+    values = [target.toint().ir_value(loc=loc, ip=ip), *(Int32(x).ir_value(loc=loc, ip=ip) for x in words)]
+    text = "red.relaxed.gpu.global.add.noftz.v4.f16x2 [$0], {$1, $2, $3, $4};"
+    _asm(None, values, text, "l,r,r,r,r", effects=True)
 
 
 @dsl_user_op

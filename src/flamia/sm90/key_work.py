@@ -82,6 +82,12 @@ def key_item_at(work: Int32, section: Int32, left: Int32, right: Int32, tables: 
     )  # fmt: skip
 
 
+def around(j: Int32, item: KeyItem) -> Int32:
+    """The j-th step of a walk around all queries: tile n of keys starts at tile n modulo m of 128 queries, of m."""
+    n = j + item.k0 // TILE % ((item.len_q + TILE - 1) // TILE) * (TILE // STEP)
+    return n - item.stop * Int32(n >= item.stop)
+
+
 def steps_that_see(k0: Int32, len_q: Int32, len_k: Int32, left: Int32, right: Int32, masks: Masks) -> Any:
     """First and past-last step of queries that see a key of the tile at k0."""
     shift = len_k - len_q

@@ -225,8 +225,14 @@ _ATOMIC = {
     "max": lambda a, b, c: max(a, b), "and": lambda a, b, c: a & b, "or": lambda a, b, c: a | b,
     "xor": lambda a, b, c: a ^ b, "cas": lambda a, b, c: c if a == b else a,
     "inc": lambda a, b, c: a * 0 if a >= b else a + a.dtype.type(1),
+    "add_halves": lambda a, b, c: _add_halves(a, b),
     "dec": lambda a, b, c: b if a == 0 or a > b else a - a.dtype.type(1),
 }  # fmt: skip
+
+
+def _add_halves(a, b):
+    """Both FP16 numbers of a word, each rounded to nearest even: FP32 holds enough of a sum of two."""
+    return (np.array([a]).view("f2") + np.array([b]).view("f2")).view("u4")[0]
 
 
 @emits("atom", "red")
@@ -237,9 +243,10 @@ def atomic(g, i):
     op = next((p for p in i.parts[1:] if p in _ATOMIC), None)
     kind = i.parts[-1]
     vector = next((int(p[1]) for p in i.parts if p in ("v2", "v4")), 1)
-    if op is None or kind in ("f16x2", "bf16x2", "f16", "bf16"):
+    if op is None or kind in ("bf16x2", "f16", "bf16") or (kind == "f16x2" and (op != "add" or "noftz" not in i.parts)):
         raise g.unsupported("this atomic is not supported")
-    code = type_code(kind)
+    code = "u4" if kind == "f16x2" else type_code(kind)
+    op = "add_halves" if kind == "f16x2" else op
     space = next((p for p in i.parts if p in _SPACES), "generic")
     narrow = space.startswith("shared")
     d = i.operands[0] if i.parts[0] == "atom" else None
