@@ -160,6 +160,15 @@ def test_query_runs_cover_the_queries_that_see_a_tile_of_keys(g: Geometry, most:
         check_runs(g, list(g.query_runs(k0, k1, most, CPU)), whole[:, k0:k1], most, False, k0)
 
 
+@pytest.mark.parametrize(("len_q", "first"), [(512, [0, 1, 2, 3, 0, 1]), (300, [0, 1, 2, 0, 1, 2]), (60, [0] * 6)])
+def test_a_walk_around_starts_at_the_tile_of_the_keys(len_q: int, first: list[int]):
+    g = Geometry(len_q, 6 * TILE, None, None)
+    for n, k0 in enumerate(range(0, g.len_k, TILE)):
+        straight, turned = ([*g.query_runs(k0, k0 + TILE, 64, CPU, around=around)] for around in (False, True))
+        tiles, walked = ([q for run in runs for q in range(run.start, run.stop, TILE)] for runs in (straight, turned))
+        assert walked == tiles[first[n] :] + tiles[: first[n]]
+
+
 @EXAMPLES
 @given(GEOMETRIES)
 def test_both_directions_visit_the_same_tiles(g: Geometry):

@@ -36,6 +36,22 @@ DONE:
     assert (out == np.arange(128) % 8 + np.where(np.arange(128) % 32 == 0, 1000, 0)).all()
 
 
+def test_vector_reductions_of_fp16_pairs_round_each_number():
+    """Every lane adds eight numbers to 16 bytes of its own, twice."""
+    rng = np.random.default_rng(0)
+    first, second = (rng.normal(0, 100, (32, 8)).astype(np.float16) for _ in range(2))
+    out = np.full((32, 8), 2048, np.float16)
+    body = """
+	mul.wide.u32 %d20, %r0, 16; add.s64 %d21, %d0, %d20; add.s64 %d22, %d1, %d20;
+	ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%d22];
+	red.relaxed.gpu.global.add.noftz.v4.f16x2 [%d21], {%r1, %r2, %r3, %r4};"""
+    run(body, out, first.view(np.uint32))
+    expected = np.full((32, 8), 2048, np.float16) + first
+    assert (out == expected).all()
+    run(body, out, second[::-1].copy().view(np.uint32))
+    assert (out == expected + second[::-1]).all()
+
+
 def test_scopes_of_braces_have_their_own_names():
     out = np.zeros(32, np.uint32)
     body = (
