@@ -177,10 +177,14 @@ def test_from_gradients_of_outputs_to_those_of_inputs(hopper, window, determinis
     assert (dv[150:155] == 0).all()
 
 
-@pytest.mark.parametrize("form", [slow("mxfp8"), "nvfp4"])
-@pytest.mark.parametrize("neighbour", [slow("other"), "nan"])
-def test_gradients_of_a_document_do_not_see_its_neighbours(hopper, neighbour, form):
-    plan = dataclasses.replace(native_plan(2, 1, 64, None, 0, training=True, format=form), deterministic=True)
+@pytest.mark.parametrize(
+    "options",
+    [slow({}), dict(format="nvfp4"), slow(dict(exact_operands=True, exact_ds=True, accumulator_scale="causal"))],
+    ids=str,
+)
+@pytest.mark.parametrize("neighbour", [slow("other"), slow("huge"), "nan"])
+def test_gradients_of_a_document_do_not_see_its_neighbours(hopper, neighbour, options):
+    plan = dataclasses.replace(native_plan(2, 1, 64, None, 0, training=True, **options), deterministic=True)
     q, k, v, documents = packed([37, 70, 90], [37, 70, 90], 2, 1, 64)
     do, *_ = packed([37, 70, 90], [37, 70, 90], 2, 1, 64, seed=1)
     mine = slice(37, 107)
@@ -192,7 +196,7 @@ def test_gradients_of_a_document_do_not_see_its_neighbours(hopper, neighbour, fo
     cu = torch.tensor([0, 70], dtype=torch.int32)
     alone = gradients(*(x[mine] for x in (q, k, v, do)), Documents(cu, cu, 70, 70))
     for x in (q, k, v, do):
-        fill = {"other": x.flip(0), "nan": torch.full_like(x, torch.nan)}
+        fill = {"other": x.flip(0), "huge": 1e4 * x, "nan": torch.full_like(x, torch.nan)}
         x[:37], x[107:] = fill[neighbour][:37], fill[neighbour][107:]
     for name, x, y in zip(("dq", "dk", "dv"), gradients(q, k, v, do, documents), alone, strict=True):
         assert torch.equal(x[mine], y), name
