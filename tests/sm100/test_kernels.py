@@ -22,7 +22,7 @@ def test_a_kernel_is_what_changes_code():
     base = options(plan)
     assert (base["ratio"], base["left"], base["right"], base["per_token"]) == (4, False, True, False)
     assert options(dataclasses.replace(plan, softmax_scale=1.0, heads_q=16, heads_kv=4)) == base
-    assert options(dataclasses.replace(plan, left=5)) == base | {"left": True}
+    assert options(dataclasses.replace(plan, left=5)) == base | {"left": True, "dynamic": False}
     assert options(dataclasses.replace(plan, left=5)) == options(dataclasses.replace(plan, left=9))
     assert options(plan, torch.float16) == base | {"dtype": "Float16"}
     exact = dataclasses.replace(plan, recipe=flamia.Recipe(exact_operands=True))
@@ -60,9 +60,12 @@ def test_backwards_in_any_order_may_be_done_by_pairs():
             kernels.backward_kernels(other, torch.bfloat16, "sm_100a", pairs=True)
 
 
-@pytest.mark.parametrize(("right", "claimed"), [(None, False), (0, True)])
-def test_causal_calls_claim_their_items(right, claimed):
-    plan = make_plan(flamia.Recipe(), 2, 1, 64, None, right, training=False)
+@pytest.mark.parametrize(
+    ("left", "right", "claimed"),
+    [(None, None, False), (None, 0, True), (None, 3, True), (9, 0, False), (9, None, False)],
+)
+def test_causal_calls_claim_their_items(left, right, claimed):
+    plan = make_plan(flamia.Recipe(), 2, 1, 64, left, right, training=False)
     assert options(plan)["dynamic"] is claimed is kernels.claims(plan)
 
 

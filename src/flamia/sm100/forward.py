@@ -22,7 +22,8 @@ from flamia.sm100.work import TILE, Item, Masks, Tables, item_at, pick, position
 
 THREADS = 512
 CORRECTION, LOAD, SCALES, PRODUCTS = 8, 12, 13, 14  # first warp of each role; softmax is warps 0 to 7
-SOFTMAX_REGISTERS, CORRECTION_REGISTERS, OTHER_REGISTERS = 192, 80, 48
+# Of a thread of softmax, correction and other warps: with these, and no others, nothing is spilled.
+REGISTERS, REGISTERS_PER_TOKEN = (200, 64, 48), (192, 80, 48)
 HALF = TILE // 2  # keys of half a score product
 ONES = 0x7F7F7F7F  # four UE8M0 scales of one
 NO_ITEM = 0x7FFFFFFF
@@ -40,7 +41,8 @@ class Forward:
         stages: tiles of K and of V in flight.
         dynamic: blocks claim items by cluster launch control; the grid then has a block per item and head. Otherwise
             a grid as large as the device deals them in turns.
-        emulated: of 16 pairs of powers, those that multiply-adds compute; None: as ``EMULATED`` says.
+        emulated: of 16 pairs of powers, those that multiply-adds compute; None: as ``EMULATED`` says, half of that
+            where weights are summed up.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class Forward:
             raise ValueError(f"arch must be {' or '.join(EMULATED)}, got {arch!r}")
         if row_sum not in ("codes", "weights"):
             raise ValueError(f"row_sum must be 'codes' or 'weights', got {row_sum!r}")
-        self.emulated = EMULATED[arch] if emulated is None else emulated
+        # Weights that are summed up are in registers for longer.
+        usual = EMULATED[arch] // 2 if row_sum == "weights" else EMULATED[arch]
+        self.emulated = usual if emulated is None else emulated
         if not 0 <= self.emulated <= 16:
             raise ValueError(f"emulated must be 0 to 16 pairs of 16, got {emulated}")
         # With exponents per token, what the load would compare are not scores yet.
@@ -74,6 +78,7 @@ class Forward:
         self.factors = TILE if per_token else softmax.BLOCKS  # of a tile of keys
         self.shared = SharedMemory(head_dim, stages, self.factors)
         self.p_shift, self.tau, self.row_sum = p_shift, tau, row_sum
+        self.registers = REGISTERS_PER_TOKEN if per_token else REGISTERS
         self.tensor = TensorMemory(head_dim)
 
     @cute.jit
@@ -204,13 +209,13 @@ class Forward:
         claims = (storage.claim.data_ptr(), storage.next_items.get_tensor(cute.make_layout(2)))
         work = (heads, tables, scalars, claims)
         if warp < CORRECTION:
-            cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
+            cute.arch.setmaxregister_increase(self.registers[0])
             self.softmax(warp // 4, keys, p_scales, factors, exponents[0], outputs, work, barriers)
         elif warp < LOAD:
-            cute.arch.setmaxregister_decrease(CORRECTION_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.registers[1])
             self.correct(factors, outputs, work, barriers)
         else:
-            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.registers[2])
             if warp == LOAD:
                 self.load(atoms, sources, (sQ, sK, sV), work, barriers)
             if warp == SCALES:

@@ -22,9 +22,10 @@ DTYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 def claims(plan: Plan) -> bool:
     """Whether blocks claim their items, a block per item and head, rather than being dealt them (paper 3.6.2).
 
-    The paper also claims them where one document is much longer than the others, which only lengths would tell.
+    Causal calls without a window, whose items differ in cost within a document. The paper also claims them where one
+    document is much longer than the others, which only lengths would tell.
     """
-    return plan.right is not None
+    return plan.right is not None and plan.left is None
 
 
 def forward_kernels(plan: Plan, dtype: torch.dtype, arch: str) -> tuple[Kernel, ...]:
