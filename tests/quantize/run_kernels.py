@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 import triton
 from compile_kernels import describe
+from nvfp4_groups import run_groups
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -22,7 +23,7 @@ from flamia.documents import Documents
 from flamia.plan import Plan
 from flamia.quantize import reference as twin
 from flamia.quantize.payloads import Payloads, backward_specs, forward_specs
-from flamia.quantize.triton_finish import finish_dk_dv
+from flamia.quantize.triton_finish import document_prescale, finish_dk_dv, finish_dq, fragment_order
 from flamia.quantize.triton_prepare import prepare_backward, prepare_forward
 from flamia.recipe import get_recipe
 from flamia.reference import backend, folded
@@ -121,6 +122,24 @@ def main(recipe, dim):
     theirs = items | {"k_amax": amax[0], "v_amax": amax[1]}
     theirs |= seen["items"] | {"delta": seen["delta"], "norm": seen["norm"]}
 
+    left = int((gradients.accumulator != 0).sum())
+    accumulated = torch.randn(gradients.accumulator.shape, generator=g).to(torch.float16)
+    occupied = torch.zeros(tokens_of.capacity + 1, dtype=torch.bool)
+    occupied[tokens_of.position] = True
+    accumulated[:, ~occupied[:-1]] = 0.0  # where no query is, the backward adds nothing
+    ours["dq"] = torch.empty(tokens, heads, dim, dtype=torch.bfloat16)
+    slabs = accumulated.unflatten(1, (-1, 16)).flatten(2)
+    stored = torch.empty_like(slabs)
+    stored[..., fragment_order(dim).flatten()] = slabs
+    gradients.accumulator.copy_(stored.view(accumulated.shape))
+    finish_dq(plan, gradients, made.k_maxima, made.v_maxima, documents, lists.q, ours["dq"], fragments=True)
+    p = gradients.prescale
+    if not p.numel():
+        p = document_prescale(plan, gradients, made.k_maxima, made.v_maxima, documents)[:, tokens_of.document]
+    scale = (twin.formats.pow2(-p) * plan.softmax_scale).t().unsqueeze(-1)
+    scaled = tokens_of.unpad(accumulated.transpose(0, 1)).to(torch.float32) * scale
+    theirs["dq"] = (twin.formats.hadamard(scaled) if plan.rotates else scaled).to(torch.bfloat16)
+
     sums = [torch.randn(tokens, heads, dim, generator=g) for _ in range(2)]
     ours["dk"], ours["dv"] = (torch.empty(tokens, heads, dim, dtype=torch.bfloat16) for _ in range(2))
     finish_dk_dv(plan, *sums, ours["dk"], ours["dv"])
@@ -128,7 +147,7 @@ def main(recipe, dim):
     theirs["dk"] = (twin.formats.hadamard(scaled) if plan.rotates else scaled).to(torch.bfloat16)
     theirs["dv"] = sums[1].to(torch.bfloat16)
 
-    wrong = {"accumulator": int((gradients.accumulator != 0).sum())}
+    wrong = {"accumulator": left}
     for name, theirs_here in theirs.items():
         parts = [f.name for f in dataclasses.fields(theirs_here)] if dataclasses.is_dataclass(theirs_here) else [""]
         for part in parts:
@@ -137,6 +156,10 @@ def main(recipe, dim):
             if a.numel():
                 bits = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[a.element_size()]
                 wrong[f"{name}.{part}"] = int((a.contiguous().view(bits) != b.contiguous().view(bits)).sum())
+    if plan.recipe.format != "mxfp8":
+        for rows in (True, False):
+            for short in (True, False):
+                wrong[f"groups.{rows}.{short}"] = sum(run_groups(rows, short))
     print(json.dumps(wrong))
 
 

@@ -32,5 +32,5 @@ def test_compiled_kernels_give_the_twins_bits(recipe, head_dim, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     different = json.loads(done.stdout.splitlines()[-1])
-    assert different.keys() >= OUTPUTS[recipe] | {"delta.", "norm.", "dk.", "dv.", "accumulator"}
+    assert different.keys() >= OUTPUTS[recipe] | {"delta.", "norm.", "dq.", "dk.", "dv.", "accumulator"}
     assert not any(different.values()), {k: n for k, n in different.items() if n}

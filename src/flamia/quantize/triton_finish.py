@@ -42,12 +42,14 @@ def fragment_order(head_dim: int) -> Tensor:
 def _sums(base, rows, START: tl.constexpr, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr, FRAGMENTS: tl.constexpr):
     """Columns START ... START + W of a tile of R rows at base, FP32 [R, W]; rows: how many there are."""
     if FRAGMENTS:
-        # In memory: slab, 16 channels, row % 8, channel pair, 8 channels, row half, channel. Every read is 16 bytes.
+        # In memory: slab, 16 channels, row % 8, channel pair, 8 channels, row half, channel. Every read is 16 bytes. A
+        # warp reads a slab, 16 channels at a time, so that only the channel pairs of a row are in different threads.
         i = tl.arange(0, R * W)
-        slab, rest = i // (16 * W), i % (16 * W)
-        x = tl.load(base + slab * (16 * D) + START * 16 + rest, slab * 16 < rows, 0.0).to(tl.float32)
-        x = tl.reshape(x, (R // 16, W // 16, 8, 4, 2, 2, 2))
-        return tl.reshape(tl.permute(x, (0, 5, 2, 1, 4, 3, 6)), (R, W))
+        channels, slab, rest = i // (16 * R), i // 256 % (R // 16), i % 256
+        place = slab * (16 * D) + START * 16 + channels * 256 + rest
+        x = tl.load(base + place, slab * 16 < rows, 0.0).to(tl.float32)
+        x = tl.reshape(x, (W // 16, R // 16, 8, 4, 2, 2, 2))
+        return tl.reshape(tl.permute(x, (1, 5, 2, 0, 4, 3, 6)), (R, W))
     else:
         row, channel = tl.arange(0, R)[:, None], tl.arange(0, W)[None, :]
         return tl.load(base + row * D + START + channel, row < rows, 0.0).to(tl.float32)
@@ -131,7 +133,7 @@ def _dq_kernel(
     if D > 3 * W:
         x3 = _sums(base, inside, 3 * W, R, W, D, FRAGMENTS) * scale
     if ROTATE:
-        x0, x1, x2, x3 = hadamard(x0, x1, x2, x3, R, W, D, False)
+        x0, x1, x2, x3 = hadamard(x0, x1, x2, x3, R, W, D, D <= 128)
     out = dq_ptr + head.to(tl.int64) * dq_head + token.to(tl.int64)[:, None] * dq_token + d[None, :]
     _store(out, x0, x1, x2, x3, mask, W, D)
 
@@ -214,13 +216,14 @@ def finish_dq(
     capacity = column_capacity(total, documents.count)
     if capacity and heads:
         causal = gradients.prescale.numel() > 0
-        _dq_kernel[(triton.cdiv(capacity, _ROWS) * heads,)](
+        rows = 32 if dim <= 128 else 64
+        _dq_kernel[(triton.cdiv(capacity, rows) * heads,)](
             gradients.accumulator, tables.blocks, gradients.prescale, gradients.maxima, k_maxima, v_maxima,
             documents.cu_seqlens_k, out, out.stride(0), out.stride(1), total, capacity // 32, documents.count,
             plan.softmax_scale, *lost_line(plan),
-            HEADS=heads, RATIO=plan.ratio, D=dim, W=chunk_width(dim), R=_ROWS, ROTATE=plan.rotates,
+            HEADS=heads, RATIO=plan.ratio, D=dim, W=chunk_width(dim), R=rows, ROTATE=plan.rotates,
             SCALED=plan.recipe.accumulator == "fp16", CAUSAL=causal, TARGET=ACCUMULATOR_TARGET[plan.recipe.format],
-            FRAGMENTS=fragments, num_warps=4 if dim <= 128 else 8, **EXACT,
+            FRAGMENTS=fragments, num_warps=2 if dim <= 128 else 8, **EXACT,
         )  # fmt: skip
 
 

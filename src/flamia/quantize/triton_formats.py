@@ -261,14 +261,6 @@ def encode_e2m1(y):
 
 
 @triton.jit
-def nibble_words(codes, R: tl.constexpr, W: tl.constexpr):
-    """Codes 0..15 of R x W, eight columns a word, the first one lowest: int32 [R, W / 8]."""
-    c0, c1, c2, c3 = quarters(codes, R, W)
-    low, high = tl.split(tl.reshape(c0 | (c1 << 4) | (c2 << 8) | (c3 << 12), (R, W // 8, 2)))
-    return low | (high << 16)
-
-
-@triton.jit
 def decode_e2m1(codes):
     """E2M1 codes 0..15 (int32) -> FP32; zeros lose no sign."""
     a = codes & 7
@@ -278,36 +270,22 @@ def decode_e2m1(codes):
 
 
 @triton.jit
-def _quotient(a, minus_b, reciprocal):
-    """a / b within an ulp, and exact where the quotient is a number of few bits: codes of it are those of a / b.
+def _sixth(x):
+    """x / 6 within an ulp, and exact where that is a number of few bits: E4M3 codes of it are those of x / 6.
 
-    reciprocal: 1 / b within a few ulp. One correction of the product leaves an error below 2^-42 before the last
-    rounding. Where b has 4 significant bits and a tie m between two codes 5, FP32 numbers next to m b are farther from
-    it than that, so a rounds to the side of m that a / b lies on. A third of the instructions of a division.
+    One correction of a product leaves an error below 2^-42 before the last rounding; FP32 numbers next to 6 ties are
+    farther from them than that. Of an infinity the correction makes NaN.
     """
-    q = a * reciprocal
-    return tl.fma(tl.fma(q, minus_b, a), reciprocal, q)
-
-
-@triton.jit
-def _reciprocal(x):
-    """1 / x within a few ulp, of numbers far from the ends of FP32's range."""
-    if COMPILED:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return 1.0 / x
+    q = x * 0.1666666716337204
+    return tl.fma(tl.fma(q, -6.0, x), 0.1666666716337204, q)
 
 
 @triton.jit
 def _nvfp4_scale(amax):
-    """Bits of groups' largest magnitudes -> their UE4M3 codes (int32) and scales, zero where all codes are."""
-    raw = bits(_quotient(amax.to(tl.float32, bitcast=True), -6.0, 0.1666666716337204))
-    raw = tl.where(amax >= INFINITY_BITS, NAN_BITS, raw).to(tl.float32, bitcast=True)
-    code = e4m3_codes(raw)
-    value, _, _, _ = e4m3_values(code)
-    return code, tl.where((code == 0) | (code == 0x7F), 0.0, value)
+    """Bits of groups' largest magnitudes -> UE4M3 codes (int32) and scales: not positive where all codes are 0."""
+    code = e4m3_codes(_sixth(amax.to(tl.float32, bitcast=True)))
+    scale, _, _, _ = e4m3_values(code)
+    return code, scale
 
 
 @triton.jit
@@ -323,54 +301,210 @@ def _split_eight(x):
 
 
 @triton.jit
-def _largest_of_eight(x0, x1, x2, x3, x4, x5, x6, x7):
-    a = tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
-    b = tl.maximum(tl.maximum(magnitude(x4), magnitude(x5)), tl.maximum(magnitude(x6), magnitude(x7)))
-    return tl.maximum(a, b)
+def eighths(x, R: tl.constexpr, W: tl.constexpr):
+    """Columns 8i + j of x [R, W] for j = 0 ... 7, each [R, W / 8]. Registers only where a thread holds all."""
+    return _split_eight(tl.reshape(x, (R, W // 8, 2, 2, 2)))
 
 
 @triton.jit
-def _quotient_word(d, r, x0, x1, x2, x3, x4, x5, x6, x7):
-    low = encode_e2m1(_quotient(x0, d, r)) | (encode_e2m1(_quotient(x1, d, r)) << 4)
-    low = low | (encode_e2m1(_quotient(x2, d, r)) << 8) | (encode_e2m1(_quotient(x3, d, r)) << 12)
-    high = encode_e2m1(_quotient(x4, d, r)) | (encode_e2m1(_quotient(x5, d, r)) << 4)
-    high = high | (encode_e2m1(_quotient(x6, d, r)) << 8) | (encode_e2m1(_quotient(x7, d, r)) << 12)
-    return low | (high << 16)
+def largest_of_eight(x0, x1, x2, x3, x4, x5, x6, x7):
+    """Bits of the largest magnitude of eight."""
+    a = tl.maximum(_larger(x0, x1), _larger(x2, x3), propagate_nan=tl.PropagateNan.ALL)
+    b = tl.maximum(_larger(x4, x5), _larger(x6, x7), propagate_nan=tl.PropagateNan.ALL)
+    return magnitude(tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL))
+
+
+_SELECT = "lop3.b32 {}, {}, {}, 0x{:08X}, 0xE4;"  # bits of the first where the mask has ones, else of the second
+
+
+def _word_assembly(quotient: str) -> str:
+    """PTX that makes $0, a word of E2M1 codes of eight quotients; ``quotient`` computes q of x, one of $1 ... $8.
+
+    The code of a magnitude a <= 6 is the smallest of 2a, a + 2 and a / 2 + 4, rounded to nearest even. Sums with 2^23
+    round each of the three once and leave it in the last bits; rounding keeps their order. Eight such integers, whose
+    last four bits count, become a word in seven steps. Signs are those of x: a permutation of bytes repeats the sign
+    of one in the lower and that of another in the upper half of a register, and four of those are merged by masks.
+    """
+    lines = [".reg .f32 q, a, b, c;", ".reg .b32 i, j, k, low, high, m, n;"]
+    lines += [f".reg .b32 c{e};" for e in range(8)] + [f".reg .b32 s{e};" for e in range(4)]
+    for e in range(8):
+        lines += [
+            quotient.replace("x", f"${e + 1}"),
+            "abs.f32 q, q; min.f32 q, q, 0f40C00000;",  # 6
+            "fma.rn.f32 a, q, 0f40000000, 0f4B000000;",  # 2 q + 2^23
+            "add.rn.f32 b, q, 0f4B000002;",
+            "fma.rn.f32 c, q, 0f3F000000, 0f4B000004;",
+            f"mov.b32 i, a; mov.b32 j, b; mov.b32 k, c; min.s32 i, i, j; min.s32 c{e}, i, k;",
+        ]
+    for half, e in (("low", 0), ("high", 4)):
+        lines += [f"mad.lo.s32 {half}, c{e + 3}, 16, c{e + 2};"]
+        lines += [f"mad.lo.s32 {half}, {half}, 16, c{i};" for i in (e + 1, e)]
+    lines += ["prmt.b32 low, low, high, 0x5410;"]
+    lines += [f"mov.b32 i, ${e + 1}; mov.b32 j, ${e + 5}; prmt.b32 s{e}, i, j, 0xFFBB;" for e in range(4)]
+    lines += [_SELECT.format("m", "s0", "s1", 0x000F000F), _SELECT.format("n", "s2", "s3", 0x0F000F00)]
+    lines += [_SELECT.format("m", "m", "n", 0x00FF00FF), _SELECT.format("$0", "m", "low", 0x88888888)]
+    return "{" + "\n".join(lines) + "}"
+
+
+def _short_assembly() -> str:
+    """The same for products of $9 and numbers of at most 11 significant bits, as BF16 and FP16 tensors hold.
+
+    FP16 tells such a quotient from a tie, so that two elements at a time are rounded: by sums with 2^10.
+    """
+    lines = [".reg .f32 x, y;", ".reg .b32 a, b, c, low, m, n, six, two, half, m0, m2, m4;"]
+    lines += [f".reg .b32 c{e}, q{e};" for e in range(4)]
+    values = (("six", 0x4600), ("two", 0x4000), ("half", 0x3800), ("m0", 0x6400), ("m2", 0x6402), ("m4", 0x6404))
+    lines += [f"mov.b32 {name}, 0x{bits:04X}{bits:04X};" for name, bits in values]
+    for e in range(4):
+        lines += [
+            f"mul.rn.f32 x, ${e + 1}, $9; mul.rn.f32 y, ${e + 5}, $9; cvt.rn.f16x2.f32 q{e}, y, x;",
+            f"abs.f16x2 a, q{e}; min.f16x2 a, a, six;",
+            "fma.rn.f16x2 b, a, two, m0; fma.rn.f16x2 c, a, half, m4; add.rn.f16x2 a, a, m2;",
+            f"min.f16x2 b, b, c; min.f16x2 c{e}, b, a;",
+        ]
+    lines += ["mad.lo.s32 low, c3, 16, c2; mad.lo.s32 low, low, 16, c1; mad.lo.s32 low, low, 16, c0;"]
+    lines += [f"sub.s32 low, low, 0x{0x64006400 * 0x1111 % 2**32:08X};"]  # the sums' leading bits
+    lines += ["shr.u32 q0, q0, 12; shr.u32 q1, q1, 8; shr.u32 q2, q2, 4;"]
+    lines += [_SELECT.format("m", "q0", "q1", 0x000F000F), _SELECT.format("n", "q2", "q3", 0x0F000F00)]
+    lines += [_SELECT.format("m", "m", "n", 0x00FF00FF), _SELECT.format("$0", "m", "low", 0x88888888)]
+    return "{" + "\n".join(lines) + "}"
+
+
+_SHORT = tl.constexpr(_short_assembly())
+_DIVIDED = tl.constexpr(_word_assembly("mul.rn.f32 q, x, $10; fma.rn.f32 q, x, $9, q;"))
+_SCALED = tl.constexpr(_word_assembly("mul.rn.f32 q, x, $9;"))
 
 
 @triton.jit
-def nvfp4_columns(x, R: tl.constexpr, W: tl.constexpr):
+def _encoded_word(x04, x26, x15, x37):
+    codes = encode_e2m1(tl.join(tl.join(x04, x26), tl.join(x15, x37)))
+    c0, c1, c2, c3, c4, c5, c6, c7 = _split_eight(codes)
+    low = c0 | (c1 << 4) | (c2 << 8) | (c3 << 12)
+    return low | ((c4 | (c5 << 4) | (c6 << 8) | (c7 << 12)) << 16)
+
+
+@triton.jit
+def e2m1_words(x0, x1, x2, x3, x4, x5, x6, x7, scale, SHORT: tl.constexpr):
+    """E2M1 codes of eight tensors times a power of two, one int32 a word, x0 in the lowest four bits.
+
+    SHORT: their numbers have at most 11 significant bits.
+    """
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            _SHORT if SHORT else _SCALED,
+            "=r,f,f,f,f,f,f,f,f,f",
+            [x0, x1, x2, x3, x4, x5, x6, x7, scale],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        s = scale[:, :, None]
+        x04, x26, x15, x37 = tl.join(x0, x4), tl.join(x2, x6), tl.join(x1, x5), tl.join(x3, x7)
+        return _encoded_word(x04 * s, x26 * s, x15 * s, x37 * s)
+
+
+@triton.jit
+def e2m1_values(words, R: tl.constexpr, W: tl.constexpr):
+    """The FP32 values [R, W] of words [R, W / 8] of E2M1 codes times 2^-6, zeros with their signs.
+
+    With this factor E2M1 is E4M3 of two exponent bits and one mantissa bit, also where it is subnormal.
+    """
+    v0, v2, v4, v6 = e4m3_values(((words & 0x07070707) << 2) | ((words & 0x08080808) << 4))
+    v1, v3, v5, v7 = e4m3_values(((words & 0x70707070) >> 2) | (words & -0x7F7F7F80))
+    low = tl.join(tl.join(v0, v4), tl.join(v2, v6))
+    high = tl.join(tl.join(v1, v5), tl.join(v3, v7))
+    return tl.reshape(tl.join(low, high), (R, W))
+
+
+@triton.jit
+def _reciprocal(x):
+    """1 / x as the sum of two numbers, within 2^-44 of it: x has four significant bits, far from the range's ends."""
+    r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return r, tl.fma(r, -x, 1.0) * r
+
+
+@triton.jit
+def _divided_words(x0, x1, x2, x3, x4, x5, x6, x7, scale, SHORT: tl.constexpr):
+    """E2M1 codes of eight tensors divided by UE4M3 scales, as words; zeros where the scale is 0 or NaN.
+
+    SHORT: their numbers have at most 11 significant bits.
+
+    Compiled, a quotient x / b is x r + x t, with 1 / b = r + t up to 2^-44 of it, which leaves an error below 2^-42
+    before the one rounding that counts. Where b has 4 significant bits and a tie m between two codes 5, FP32 numbers
+    next to m b are farther from it than that, so the quotient lies on the side of m that x / b lies on. Of numbers of
+    11 bits the same holds for quotients rounded to 11 bits, whose error may be 2^-17 before: x r will do.
+    """
+    if COMPILED and SHORT:
+        r, _ = _reciprocal(scale)
+        words = e2m1_words(x0, x1, x2, x3, x4, x5, x6, x7, r, True)
+    elif COMPILED:
+        r, t = _reciprocal(scale)
+        words = tl.inline_asm_elementwise(
+            _DIVIDED,
+            "=r,f,f,f,f,f,f,f,f,f,f",
+            [x0, x1, x2, x3, x4, x5, x6, x7, r, t],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        b = tl.where(scale > 0.0, scale, 1.0)[:, :, None]
+        x04, x26, x15, x37 = tl.join(x0, x4), tl.join(x2, x6), tl.join(x1, x5), tl.join(x3, x7)
+        words = _encoded_word(x04 / b, x26 / b, x15 / b, x37 / b)
+    return tl.where(scale > 0.0, words, 0)
+
+
+@triton.jit
+def nvfp4_columns(x, R: tl.constexpr, W: tl.constexpr, SHORT: tl.constexpr):
     """NVFP4 of x [R, W] with a scale per 16 rows, transposed: code words [W, R / 8], UE4M3 codes (int32) [W, R / 16].
 
-    The rows of a group become tensors of their own, which puts a whole group into one thread.
+    The rows of a group become tensors of their own, which puts a group into one thread. SHORT: the numbers have at
+    most 11 significant bits.
     """
     y = tl.permute(tl.reshape(x, (R // 16, 2, 2, 2, 2, W)), (5, 0, 2, 3, 4, 1))
     y0, y1 = tl.split(y)
     a0, a1, a2, a3, a4, a5, a6, a7 = _split_eight(y0)
     b0, b1, b2, b3, b4, b5, b6, b7 = _split_eight(y1)
     amax = tl.maximum(
-        _largest_of_eight(a0, a1, a2, a3, a4, a5, a6, a7), _largest_of_eight(b0, b1, b2, b3, b4, b5, b6, b7)
+        largest_of_eight(a0, a1, a2, a3, a4, a5, a6, a7), largest_of_eight(b0, b1, b2, b3, b4, b5, b6, b7)
     )
     code, scale = _nvfp4_scale(amax)
-    divisor = tl.where(scale == 0.0, 1.0, scale)
-    d, r = -divisor, _reciprocal(divisor)
-    first = _quotient_word(d, r, a0, a1, a2, a3, a4, a5, a6, a7)
-    second = _quotient_word(d, r, b0, b1, b2, b3, b4, b5, b6, b7)
-    words = tl.join(tl.where(scale == 0.0, 0, first), tl.where(scale == 0.0, 0, second))
-    return tl.reshape(words, (W, R // 8)), code
+    first = _divided_words(a0, a1, a2, a3, a4, a5, a6, a7, scale, SHORT)
+    second = _divided_words(b0, b1, b2, b3, b4, b5, b6, b7, scale, SHORT)
+    return tl.reshape(tl.join(first, second), (W, R // 8)), code
 
 
 @triton.jit
-def nvfp4_rows(x, R: tl.constexpr, W: tl.constexpr):
-    """E2M1 codes (int32) of x [R, W] with a scale per 16 columns: codes, UE4M3 codes and scales [R, W / 16].
+def eighths_amax(x, R: tl.constexpr, W: tl.constexpr):
+    """Bits of the largest magnitude of each 8 columns of x [R, W], int32 [R, W / 8]."""
+    x0, x1, x2, x3, x4, x5, x6, x7 = eighths(x, R, W)
+    return largest_of_eight(x0, x1, x2, x3, x4, x5, x6, x7)
 
-    Groups of scale zero have codes still to be cleared.
+
+@triton.jit
+def nvfp4_rows(x, amax, R: tl.constexpr, W: tl.constexpr, SHORT: tl.constexpr):
+    """NVFP4 of x [R, W] with a scale per 16 columns; amax: ``eighths_amax`` of it; SHORT: as ``nvfp4_columns``.
+
+    Returns code words [R, W / 8], UE4M3 codes (int32) [R, W / 16].
     """
-    groups = tl.reshape(x, (R, W // 16, 16))
-    code, scale = _nvfp4_scale(tl.max(magnitude(groups), 2))
-    divisor = tl.where(scale == 0.0, 1.0, scale)
-    codes = encode_e2m1(_quotient(groups, -divisor[:, :, None], _reciprocal(divisor)[:, :, None]))
-    return tl.reshape(codes, (R, W)), code, scale
+    code, scale = _nvfp4_scale(tl.max(tl.reshape(amax, (R, W // 16, 2)), 2))
+    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (R, W // 16, 2)), (R, W // 8))
+    x0, x1, x2, x3, x4, x5, x6, x7 = eighths(x, R, W)
+    return _divided_words(x0, x1, x2, x3, x4, x5, x6, x7, scale, SHORT), code
+
+
+@triton.jit
+def widen(x):
+    """BF16 or FP16 -> FP32."""
+    # One return: Triton looks at the types of all of them, also behind a constant condition.
+    y = x.to(tl.float32)
+    if COMPILED and x.dtype == tl.bfloat16:
+        # A word of two at a time, which the conversion above would first take apart.
+        y = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+        )
+    return y
 
 
 @triton.jit

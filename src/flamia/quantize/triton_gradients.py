@@ -30,13 +30,13 @@ from flamia.quantize.triton_formats import (
     bits,
     ceil_log2,
     column_token,
-    decode_e2m1,
+    e2m1_values,
     e4m3_values,
     e8m0_exponent,
+    eighths_amax,
     exp2_exact,
     from_quarters,
     magnitude,
-    nibble_words,
     nvfp4_rows,
     over_tile,
     pow2,
@@ -55,11 +55,12 @@ from flamia.quantize.triton_operands import (
     load_chunks,
     scale_words,
     spread,
+    store_chunks,
     store_columns,
     store_nvfp4_columns,
     store_rows,
     store_scales,
-    widen,
+    widen_chunks,
 )
 from flamia.worklists import GROUP, UNBOUNDED, WorkLists
 
@@ -119,15 +120,17 @@ def _products(words, back, o, R: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def _four(x, o, back, R: tl.constexpr, W: tl.constexpr):
-    """NVFP4 of a scaled chunk: code words [R, W / 8], scale codes [R, W / 16], dequantized values times o."""
-    codes, scale_codes, scale = nvfp4_rows(x, R, W)
-    codes = tl.reshape(codes, (R, W // 16, 16))
-    codes = tl.where((scale == 0.0)[:, :, None], 0, codes)
+def _four(x, amax, scale, o, back, R: tl.constexpr, W: tl.constexpr, SHORT: tl.constexpr):
+    """NVFP4 of a chunk times scale [R, 1]: code words [R, W / 8], scale codes [R, W / 16], dequantized values times o.
+
+    amax: ``eighths_amax`` of x.
+    """
+    largest = magnitude(amax.to(tl.float32, bitcast=True) * scale)
+    words, scale_codes = nvfp4_rows(x * scale, largest, R, W, SHORT)
     # A NaN scale decodes to NaN, whatever the codes.
     factor, _, _, _ = e4m3_values(scale_codes)
-    values = tl.reshape(decode_e2m1(codes) * factor[:, :, None], (R, W))
-    return nibble_words(tl.reshape(codes, (R, W)), R, W), scale_codes, values * back * o
+    values = tl.reshape(e2m1_values(words, R, W), (R, W // 16, 16)) * (factor * 64.0)[:, :, None]
+    return words, scale_codes, tl.reshape(values, (R, W)) * back * o
 
 
 @triton.jit(
@@ -185,7 +188,7 @@ def _gradient_kernel(
         written = position < rows
         row_mask = written[:, None]
         o0, o1, o2, o3 = load_chunks(o_source, inside[:, None], R, W, D)
-        x0, x1, x2, x3 = widen(n0, n1, n2, n3)
+        x0, x1, x2, x3 = widen_chunks(n0, n1, n2, n3)
         # The next step's rows are on their way while this one is worked on.
         do_source += R * do_token
         o_source += R * o_token
@@ -199,7 +202,14 @@ def _gradient_kernel(
             inverse = tl.load(addend_ptr + table + position, inside, 0.0)
             x0, x1 = x0 * ratio[:, None], x1 * ratio[:, None]
             x2, x3 = x2 * ratio[:, None], x3 * ratio[:, None]
-        amax = tile_amax(x0, x1, x2, x3, R)
+        if FOUR:
+            m0, m1 = eighths_amax(x0, R, W), eighths_amax(x1, R, W)
+            m2, m3 = m0, m1
+            if CHUNKS > 2:
+                m2, m3 = eighths_amax(x2, R, W), eighths_amax(x3, R, W)
+            amax = tl.max(tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3)), 1)
+        else:
+            amax = tile_amax(x0, x1, x2, x3, R)
 
         row = token.to(tl.int64)[:, None] * (HEADS * D) + head * D
         place = column + step
@@ -207,19 +217,19 @@ def _gradient_kernel(
             e = e8m0_exponent(amax, NVFP4_EMAX, NVFP4_LIMIT)
             tl.store(exponents_ptr + table + position, (spread(e) + 127).to(tl.uint8), written)
             scale, back = pow2(-e)[:, None], pow2(e)[:, None]
-            w0, s0, p0 = _four(x0 * scale, o0, back, R, W)
-            w1, s1, p1 = _four(x1 * scale, o1, back, R, W)
+            w0, s0, p0 = _four(x0, m0, scale, o0, back, R, W, not FOLDED)
+            w1, s1, p1 = _four(x1, m1, scale, o1, back, R, W, not FOLDED)
             w2, s2, p2, w3, s3, p3 = w0, s0, x2, w1, s1, x3
             if CHUNKS > 2:
-                w2, s2, p2 = _four(x2 * scale, o2, back, R, W)
-                w3, s3, p3 = _four(x3 * scale, o3, back, R, W)
+                w2, s2, p2 = _four(x2, m2, scale, o2, back, R, W, not FOLDED)
+                w3, s3, p3 = _four(x3, m3, scale, o3, back, R, W, not FOLDED)
             store_rows(join_chunks(w0, w1, w2, w3, CHUNKS), codes_ptr + row // 8, row_mask, D // 8)
             store_scales(join_chunks(s0, s1, s2, s3, CHUNKS), scales_ptr, row, row_mask, D)
             codes = columns_ptr + channels * (capacity // 8) + place // 8
             scales = column_scales_ptr + channels * (capacity // 16) + place // 16
             store_nvfp4_columns(
                 x0 * document_scale, x1 * document_scale, x2 * document_scale, x3 * document_scale, codes, scales,
-                capacity, R, W, D,
+                capacity, CHUNKS, not FOLDED,
             )  # fmt: skip
         else:
             e = e8m0_exponent(amax if PER_TOKEN else over_tile(amax), E4M3_EMAX, E4M3_LIMIT)
@@ -235,9 +245,11 @@ def _gradient_kernel(
             if CHUNKS > 3:
                 w3 = chunk_words(x3 * scale, R, W)
                 p3 = _products(w3, back, o3, R, W)
-            words = tl.where((e == 128)[:, None], 0, join_chunks(w0, w1, w2, w3, CHUNKS))
-            store_rows(words, codes_ptr + row // 4, row_mask, D // 4)
+            zero = (e == 128)[:, None]
+            w0, w1, w2, w3 = tl.where(zero, 0, w0), tl.where(zero, 0, w1), tl.where(zero, 0, w2), tl.where(zero, 0, w3)
+            store_chunks(w0, w1, w2, w3, codes_ptr + row // 4, row_mask, CHUNKS)
             if WITH_COLUMNS:
+                words = join_chunks(w0, w1, w2, w3, CHUNKS)
                 store_columns(words, columns_ptr + channels * (capacity // 4) + place // 4, capacity // 4, D)
 
         delta = tree_sum(p0, p1, p2, p3, R, W, D)
@@ -290,27 +302,26 @@ def _gradient_kernel(
         tl.debug_barrier()  # what other threads of this program stored above is read below
         top = tl.max(e_top, 0)
         c = tl.where(top == -1000, 0, top)
-        for step in range(0, rows, 64):
-            position = step + tl.arange(0, 64)
-            mask = position < rows
-            e = tl.load(unit_ptr + table + position, mask, -1000)
-            delta = tl.load(delta_ptr + table + position, mask, 0.0)
-            product = tl.load(b_ptr + table + position, mask, 0.0)
-            reference = tl.load(row_max_ptr + table + position, mask & (position < valid), 0.0)
-            e_q = tl.load(q_exponents_ptr + table + position, mask, 0).to(tl.int32) - 127
-            live = (e != -1000) | (delta != 0.0)
-            e = tl.where(e == -1000, c, e)
-            unit = c - 8 + e_q
-            shift = tl.where(live, e - c, 0) + 8
-            addend = -reference if OUTSIDE else shift.to(tl.float32) - reference
-            tl.store(addend_ptr + table + position, tl.where(live, addend, float("-inf")), mask)
-            # Through FP64: the power may pass FP32's range where T varies by more than 2^120.
-            power = ((unit - e + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
-            b = (product.to(tl.float64) * power).to(tl.float32)
-            tl.store(b_ptr + table + position, tl.where(live, b, 0.0), mask)
-            tl.store(unit_ptr + table + position, tl.where(live, unit, 0), mask)
-            if OUTSIDE:
-                tl.store(power_ptr + table + position, shift, mask)
+        position = tl.arange(0, GROUP)
+        mask = position < rows
+        e = tl.load(unit_ptr + table + position, mask, -1000)
+        delta = tl.load(delta_ptr + table + position, mask, 0.0)
+        product = tl.load(b_ptr + table + position, mask, 0.0)
+        reference = tl.load(row_max_ptr + table + position, mask & (position < valid), 0.0)
+        e_q = tl.load(q_exponents_ptr + table + position, mask, 0).to(tl.int32) - 127
+        live = (e != -1000) | (delta != 0.0)
+        e = tl.where(e == -1000, c, e)
+        unit = c - 8 + e_q
+        shift = tl.where(live, e - c, 0) + 8
+        addend = -reference if OUTSIDE else shift.to(tl.float32) - reference
+        tl.store(addend_ptr + table + position, tl.where(live, addend, float("-inf")), mask)
+        # Through FP64: the power may pass FP32's range where T varies by more than 2^120.
+        power = ((unit - e + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+        b = (product.to(tl.float64) * power).to(tl.float32)
+        tl.store(b_ptr + table + position, tl.where(live, b, 0.0), mask)
+        tl.store(unit_ptr + table + position, tl.where(live, unit, 0), mask)
+        if OUTSIDE:
+            tl.store(power_ptr + table + position, shift, mask)
 
 
 @triton.jit(do_not_specialize=["documents"], do_not_specialize_on_alignment=["maxima_ptr"])
@@ -327,7 +338,7 @@ def _document_maxima_kernel(
     for step in range(0, valid, R):
         token = first + step + r
         pointer = x_ptr + head.to(tl.int64) * head_stride + token.to(tl.int64)[:, None] * token_stride + d[None, :]
-        x0, x1, x2, x3 = widen(*load_chunks(pointer, (step + r < valid)[:, None], R, W, D))
+        x0, x1, x2, x3 = widen_chunks(*load_chunks(pointer, (step + r < valid)[:, None], R, W, D))
         top = tl.maximum(top, tile_amax(x0, x1, x2, x3, R))
     if document >= 0:
         tl.atomic_max(maxima_ptr + head * documents + document, tl.max(top, 0), sem="relaxed")

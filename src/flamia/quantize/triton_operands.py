@@ -29,11 +29,12 @@ from flamia.quantize.triton_formats import (
     E4M3_LIMIT,
     EXACT,
     column_token,
+    e2m1_words,
     e4m3_words,
     e8m0_exponent,
-    encode_e2m1,
+    eighths,
+    eighths_amax,
     hadamard,
-    nibble_words,
     nvfp4_columns,
     nvfp4_rows,
     over_tile,
@@ -41,6 +42,7 @@ from flamia.quantize.triton_formats import (
     quarters,
     tile_amax,
     transpose_bytes,
+    widen,
 )
 from flamia.worklists import TokenTables
 
@@ -74,9 +76,9 @@ def load_chunks(pointer, mask, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr
 
 
 @triton.jit
-def widen(x0, x1, x2, x3):
+def widen_chunks(x0, x1, x2, x3):
     """Chunks in FP32."""
-    return x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+    return widen(x0), widen(x1), widen(x2), widen(x3)
 
 
 @triton.jit
@@ -102,6 +104,22 @@ def store_rows(x, pointer, mask, N: tl.constexpr):
     """The first N columns of a tile at pointer [R, 1]; mask [R, 1]."""
     i = tl.arange(0, x.shape[1])[None, :]
     tl.store(pointer + i, x.to(pointer.dtype.element_ty), mask & (i < N))
+
+
+@triton.jit
+def store_chunks(w0, w1, w2, w3, pointer, mask, CHUNKS: tl.constexpr):
+    """Parts [R, P] of the chunks of a tile at pointer [R, 1], from the threads that hold them; mask [R, 1].
+
+    Four threads write 32 bytes of a row, which a memory sector is.
+    """
+    P: tl.constexpr = w0.shape[1]
+    pointer += tl.arange(0, P)[None, :]
+    tl.store(pointer, w0, mask)
+    tl.store(pointer + P, w1, mask)
+    if CHUNKS > 2:
+        tl.store(pointer + 2 * P, w2, mask)
+    if CHUNKS > 3:
+        tl.store(pointer + 3 * P, w3, mask)
 
 
 @triton.jit
@@ -154,42 +172,41 @@ def store_columns(words, pointer, stride, D: tl.constexpr):
 
 
 @triton.jit
-def _nvfp4_words(x, R: tl.constexpr, W: tl.constexpr):
-    """NVFP4 along the columns of a chunk: codes in words [R, W / 8], scales [R, W / 16]."""
-    codes, scale_codes, scale = nvfp4_rows(x, R, W)
-    zero = tl.broadcast_to((scale == 0.0)[:, :, None], (R, W // 16, 2))
-    return tl.where(tl.reshape(zero, (R, W // 8)), 0, nibble_words(codes, R, W)), scale_codes
-
-
-@triton.jit
-def _nvfp4_column_chunk(x, pointer, scale_pointer, R: tl.constexpr, W: tl.constexpr):
-    """NVFP4 along the rows of one chunk [R, W]: words at pointer [W, R / 8], scales at scale_pointer [W, R / 16]."""
-    words, scales = nvfp4_columns(x, R, W)
-    tl.store(pointer, words)
-    tl.store(scale_pointer, scales.to(tl.uint8))
+def _store_nvfp4_columns(x, pointer, scale_pointer, words, groups, SHORT: tl.constexpr):
+    """NVFP4 along the rows of x [R, P] at the pointers of its first channel; words, groups: elements of a channel."""
+    R: tl.constexpr = x.shape[0]
+    P: tl.constexpr = x.shape[1]
+    codes, scales = nvfp4_columns(x, R, P, SHORT)
+    channel = tl.arange(0, P)[:, None]
+    tl.store(pointer + channel * words + tl.arange(0, R // 8)[None, :], codes)
+    tl.store(scale_pointer + channel * groups + tl.arange(0, R // 16)[None, :], scales.to(tl.uint8))
 
 
 @triton.jit
 def store_nvfp4_columns(
-    x0, x1, x2, x3, pointer, scale_pointer, capacity, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr
+    x0, x1, x2, x3, pointer, scale_pointer, capacity, CHUNKS: tl.constexpr, SHORT: tl.constexpr
 ):  # fmt: skip
-    """NVFP4 along the rows of a tile; the pointers (int32, uint8) at its first channel and position; capacity: C."""
-    channel = tl.arange(0, W)[:, None]
+    """NVFP4 along the rows of a tile; the pointers (int32, uint8) at its first channel and position; capacity: C.
+
+    Two chunks at a time have a group for every thread. SHORT: the numbers have at most 11 significant bits.
+    """
+    W: tl.constexpr = x0.shape[1]
     words, groups = capacity // 8, capacity // 16
-    pointer += channel * words + tl.arange(0, R // 8)[None, :]
-    scale_pointer += channel * groups + tl.arange(0, R // 16)[None, :]
-    _nvfp4_column_chunk(x0, pointer, scale_pointer, R, W)
-    _nvfp4_column_chunk(x1, pointer + W * words, scale_pointer + W * groups, R, W)
-    if D > 2 * W:
-        _nvfp4_column_chunk(x2, pointer + 2 * W * words, scale_pointer + 2 * W * groups, R, W)
-    if D > 3 * W:
-        _nvfp4_column_chunk(x3, pointer + 3 * W * words, scale_pointer + 3 * W * groups, R, W)
+    _store_nvfp4_columns(join_chunks(x0, x1, x2, x3, 2), pointer, scale_pointer, words, groups, SHORT)
+    pointer += 2 * W * words
+    scale_pointer += 2 * W * groups
+    if CHUNKS == 3:
+        _store_nvfp4_columns(x2, pointer, scale_pointer, words, groups, SHORT)
+    if CHUNKS == 4:
+        _store_nvfp4_columns(join_chunks(x2, x3, x0, x1, 2), pointer, scale_pointer, words, groups, SHORT)
 
 
 @triton.jit
-def _e2m1_words(x, scale, R: tl.constexpr, W: tl.constexpr):
+def _e2m1_words(x, scale, R: tl.constexpr, W: tl.constexpr, SHORT: tl.constexpr):
     """E2M1 codes of a chunk times scale [R, 1] in words [R, W / 8]."""
-    return tl.where(scale != scale, 0, nibble_words(encode_e2m1(x * scale), R, W))
+    x0, x1, x2, x3, x4, x5, x6, x7 = eighths(x, R, W)
+    scale = tl.broadcast_to(scale, (R, W // 8))
+    return tl.where(scale != scale, 0, e2m1_words(x0, x1, x2, x3, x4, x5, x6, x7, scale, SHORT))
 
 
 @triton.jit(do_not_specialize=["total", "capacity_blocks", "documents"], do_not_specialize_on_alignment=["maxima_ptr"])
@@ -214,7 +231,7 @@ def _operand_kernel(
 
     d = tl.arange(0, W)[None, :]
     source = x_ptr + head.to(tl.int64) * head_stride + token.to(tl.int64)[:, None] * token_stride + d
-    x0, x1, x2, x3 = widen(*load_chunks(source, inside[:, None], R, W, D))
+    x0, x1, x2, x3 = widen_chunks(*load_chunks(source, inside[:, None], R, W, D))
     if ROTATE:
         x0, x1, x2, x3 = hadamard(x0, x1, x2, x3, R, W, D)
 
@@ -223,7 +240,14 @@ def _operand_kernel(
     table = head.to(tl.int64) * total + token
     channels = head.to(tl.int64) * D
 
-    amax = tile_amax(x0, x1, x2, x3, R)
+    if ROWS4:
+        m0, m1 = eighths_amax(x0, R, W), eighths_amax(x1, R, W)
+        m2, m3 = m0, m1
+        if CHUNKS > 2:
+            m2, m3 = eighths_amax(x2, R, W), eighths_amax(x3, R, W)
+        amax = tl.max(tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3)), 1)
+    else:
+        amax = tile_amax(x0, x1, x2, x3, R)
     if AMAX:
         tl.store(amax_ptr + table, amax.to(tl.float32, bitcast=True), written)
         largest = maxima_ptr + head * documents + document
@@ -240,9 +264,11 @@ def _operand_kernel(
             w2 = chunk_words(x2 * scale, R, W)
         if CHUNKS > 3:
             w3 = chunk_words(x3 * scale, R, W)
-        words = tl.where((e == 128)[:, None], 0, join_chunks(w0, w1, w2, w3, CHUNKS))
-        store_rows(words, codes_ptr + row // 4, row_mask, D // 4)
+        zero = (e == 128)[:, None]
+        w0, w1, w2, w3 = tl.where(zero, 0, w0), tl.where(zero, 0, w1), tl.where(zero, 0, w2), tl.where(zero, 0, w3)
+        store_chunks(w0, w1, w2, w3, codes_ptr + row // 4, row_mask, CHUNKS)
         if WITH_COLUMNS:
+            words = join_chunks(w0, w1, w2, w3, CHUNKS)
             columns = columns_ptr + channels * (capacity // 4) + block * (R // 4)
             store_columns(words, columns, capacity // 4, D)
     if TOKENS4:
@@ -250,24 +276,24 @@ def _operand_kernel(
         # A row of no document holds zero codes and the exponent of zeros, as in the twin.
         tl.store(token_exponents_ptr + table, (spread(e) + 127).to(tl.uint8), written)
         scale = pow2(-e)[:, None]
-        w0, w1 = _e2m1_words(x0, scale, R, W), _e2m1_words(x1, scale, R, W)
+        w0, w1 = _e2m1_words(x0, scale, R, W, not ROTATE), _e2m1_words(x1, scale, R, W, not ROTATE)
         w2, w3 = w0, w1
         if CHUNKS > 2:
-            w2, w3 = _e2m1_words(x2, scale, R, W), _e2m1_words(x3, scale, R, W)
+            w2, w3 = _e2m1_words(x2, scale, R, W, not ROTATE), _e2m1_words(x3, scale, R, W, not ROTATE)
         store_rows(join_chunks(w0, w1, w2, w3, CHUNKS), tokens4_ptr + row // 8, row_mask, D // 8)
     if ROWS4:
-        w0, s0 = _nvfp4_words(x0, R, W)
-        w1, s1 = _nvfp4_words(x1, R, W)
+        w0, s0 = nvfp4_rows(x0, m0, R, W, not ROTATE)
+        w1, s1 = nvfp4_rows(x1, m1, R, W, not ROTATE)
         w2, s2, w3, s3 = w0, s0, w1, s1
         if CHUNKS > 2:
-            w2, s2 = _nvfp4_words(x2, R, W)
-            w3, s3 = _nvfp4_words(x3, R, W)
+            w2, s2 = nvfp4_rows(x2, m2, R, W, not ROTATE)
+            w3, s3 = nvfp4_rows(x3, m3, R, W, not ROTATE)
         store_rows(join_chunks(w0, w1, w2, w3, CHUNKS), rows4_ptr + row // 8, row_mask, D // 8)
         store_scales(join_chunks(s0, s1, s2, s3, CHUNKS), scales4_ptr, row, row_mask, D)
     if COLUMNS4:
         codes = columns4_ptr + channels * (capacity // 8) + block * (R // 8)
         scales = column_scales4_ptr + channels * (capacity // 16) + block * (R // 16)
-        store_nvfp4_columns(x0, x1, x2, x3, codes, scales, capacity, R, W, D)
+        store_nvfp4_columns(x0, x1, x2, x3, codes, scales, capacity, CHUNKS, not ROTATE)
 
 
 def check_tensor(name: str, x: Tensor) -> None:
