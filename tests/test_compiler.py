@@ -315,10 +315,64 @@ def test_selected_kernels_are_those_of_the_calls():
     assert select(recipes=("mxfp8", "mxfp8-folded")) == select()
 
 
+def test_selected_kernels_of_blackwell():
+    """For either target the kernels of the calls, of which MHA may do the backward by pairs of CTAs."""
+    for arch in ("sm_100a", "sm_103a"):
+        chosen = select(arch=arch)
+        assert {kernel.arch for kernel in chosen} == {arch}
+        sources = [kernel.source.removeprefix("flamia.sm100.") for kernel in chosen]
+        assert sources == ["forward", "backward", "backward_pair"]
+        ordered = select(arch=arch, deterministic=True)
+        assert [kernel.source for kernel in ordered] == ["flamia.sm100.forward", "flamia.sm100.backward"]
+        assert dict(ordered[1].options)["deterministic"] is True
+        assert select(arch=arch, backward=False) == chosen[:1]
+        # One recipe by two names; a name that says folded is Hopper's.
+        assert select(arch=arch, recipes=("mxfp8", "mxfp8")) == chosen
+        with pytest.raises(ValueError, match=r"recipes='mxfp8-folded'.* variant='folded' has no Blackwell kernel"):
+            select(arch=arch, recipes=("mxfp8-folded",))
+        with pytest.raises(ValueError, match="format='nvfp4' has no Blackwell kernel"):
+            select(arch=arch, recipes=("nvfp4",))
+
+
+def test_the_command_takes_several_targets(monkeypatch, capsys):
+    built = []
+    monkeypatch.setattr(precompile, "build", lambda kernels, out, jobs: built.extend(kernels))
+    words = ["compile", "--out", "nowhere", "--head-dims", "64", "--ratios", "2", "--masks", "causal", "--no-backward"]
+    words.append("--arch")
+    with pytest.raises(SystemExit) as left:
+        cli.main([*words, "sm_90a, sm_100a,sm_103a"])
+    assert not left.value.code
+    assert [kernel.arch for kernel in built] == ["sm_90a", "sm_90a", "sm_100a", "sm_103a"]
+    for arch, said in (("sm_100a,sm_80", "arch='sm_80' is unknown"), (",", "nothing to compile: each of --arch")):
+        with pytest.raises(SystemExit) as left:
+            cli.main([*words, arch])
+        assert left.value.code == 2
+        assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main([*words, "sm_100a", "--peers"])
+    assert "--peers makes libraries for sm_90a alone" in capsys.readouterr().err
+
+
+@needs_tools
+@pytest.mark.slow
+def test_blackwell_kernels_from_the_command_line(tmp_path, monkeypatch):
+    """A folder for both targets, which a machine without the compiler loads."""
+    words = f"compile --arch sm_100a,sm_103a --out {tmp_path} --head-dims 64 --ratios 1 --masks causal --jobs 1"
+    with pytest.raises(SystemExit) as left:
+        cli.main(words.split())
+    assert not left.value.code
+    monkeypatch.setenv("FLAMIA_KERNELS", str(tmp_path))
+    monkeypatch.setattr(compiler.Kernel, "build", None)
+    for arch in ("sm_100a", "sm_103a"):
+        for kernel in select(arch=arch, head_dims=(64,)):
+            assert callable(compiler.load(kernel))
+    assert counts() == (0, 0, 6)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (dict(arch="sm_80"), "arch='sm_80' is unknown: it must be one of sm_90a"),
+        (dict(arch="sm_80"), "arch='sm_80' is unknown: it must be one of sm_90a, sm_100a, sm_103a"),
         (dict(masks="causal,diagonal"), "masks='diagonal' is unknown: it must be one of full, causal, window, left"),
         (dict(dtypes="fp64"), "dtypes='fp64' is unknown: it must be one of bf16, fp16"),
         (dict(head_dims=(96,)), "head_dim=96 has no Hopper kernel"),

@@ -14,7 +14,7 @@ import flamia
 from flamia import Recipe, attention, flash_attn_func, flash_attn_varlen_func
 from flamia.sm90 import kernels
 
-HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
+HOPPER, AMPERE, B200, B300 = (9, 0), (8, 0), (10, 0), (10, 3)
 
 
 @pytest.fixture
@@ -85,6 +85,43 @@ def test_names_stand_for_the_folded_variant_on_hopper_and_recipes_for_themselves
     assert asked == expected
     with pytest.raises(ValueError, match="variant='block' needs a tensor core with block scales; variant='folded'"):
         flash_attn_func(*tensors(), recipe=block)
+
+
+@pytest.mark.parametrize("capability", [B200, B300])
+def test_auto_takes_blackwell_kernels_on_blackwell(device, asked, capability):
+    device(capability)
+    q, k, v = tensors()
+    o, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
+    assert (o.shape, o.dtype, o.device) == (q.shape, q.dtype, q.device)
+    assert (lse.shape, lse.dtype) == ((2, 4, 40), torch.float32)
+    flash_attn_func(*tensors(64, torch.float16), backend="sm100", window_size=(8, 3))
+    cu = torch.empty(3, dtype=torch.int64, device="cuda:1")
+    flash_attn_varlen_func(*(x.flatten(0, 1) for x in tensors()), cu)
+    for recipe in ("mxfp8-exact", "mxfp8-paper", Recipe(p_shift=8, tau=0.0)):
+        flash_attn_func(*tensors(), recipe=recipe)
+    expected = [*[Recipe()] * 3, Recipe().exact(), Recipe(row_sum="weights"), Recipe(p_shift=8, tau=0.0)]
+    assert asked == [(recipe, "sm100") for recipe in expected]
+
+
+@pytest.mark.parametrize("backend", ["auto", "sm100"])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (dict(recipe="nvfp4"), "format='nvfp4' has no Blackwell kernel, 'mxfp8' has"),
+        (dict(recipe="fp4"), "format='fp4' has no Blackwell kernel, 'mxfp8' has"),
+        (dict(recipe="mxfp8-folded"), "variant='folded' has no Blackwell kernel, 'block' has"),
+        (dict(recipe="leaky-per-tensor"), "ablations of the scales run on the reference alone"),
+        (dict(k_offset=True), "k_offset and v_offset run on the reference alone"),
+    ],
+    ids=str,
+)
+def test_what_blackwell_kernels_lack_is_named(device, options, said, backend):
+    device(B300)
+    offsets = {name: torch.empty(2, 128, device="cuda:1") for name in options if name.endswith("_offset")}
+    with pytest.raises(ValueError, match=re.escape(said)) as caught:
+        flash_attn_func(*tensors(), backend=backend, **(options | offsets))
+    assert "backend='reference' runs this" in str(caught.value)
+    flash_attn_func(*tensors(), backend="reference", **(options | offsets))
 
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
@@ -160,20 +197,31 @@ def test_what_the_hopper_backward_lacks_is_named(recipe, said):
     assert kernels.unsupported(recipe, 128, torch.bfloat16, training=False) is None
 
 
-@pytest.mark.parametrize("capability", [AMPERE, BLACKWELL, (12, 0)])
-@pytest.mark.parametrize("backend", ["auto", "sm90"])
+@pytest.mark.parametrize(
+    ("capability", "backend"),
+    [
+        *((c, b) for c in (AMPERE, (12, 0)) for b in ("auto", "sm90", "sm100")),
+        (B200, "sm90"),
+        (B300, "sm90"),
+        (HOPPER, "sm100"),
+    ],
+)
 def test_other_devices_are_refused(device, capability, backend):
     device(capability)
     major, minor = capability
-    said = f"backend='{backend}' has no kernels for cuda:1 of compute capability {major}.{minor}: 'sm90' serves Hopper"
-    with pytest.raises(ValueError, match=said) as caught:
+    said = (
+        f"backend='{backend}' has no kernels for cuda:1 of compute capability {major}.{minor}: "
+        "'sm90' serves Hopper (9.0), 'sm100' serves Blackwell (10.0, 10.3)"
+    )
+    with pytest.raises(ValueError, match=re.escape(said)) as caught:
         flash_attn_func(*tensors(), backend=backend)
     assert "backend='reference' runs this" in str(caught.value)
 
 
-def test_kernels_by_name_on_a_cpu_are_refused():
-    with pytest.raises(ValueError, match="backend='sm90' has no kernels for device cpu: 'sm90' serves Hopper"):
-        flash_attn_func(*tensors(device="cpu"), backend="sm90")
+@pytest.mark.parametrize("backend", ["sm90", "sm100"])
+def test_kernels_by_name_on_a_cpu_are_refused(backend):
+    with pytest.raises(ValueError, match=f"backend='{backend}' has no kernels for device cpu: 'sm90' serves Hopper"):
+        flash_attn_func(*tensors(device="cpu"), backend=backend)
 
 
 def test_a_bad_argument_is_said_before_anything_about_devices(device):

@@ -17,7 +17,7 @@ from reference_cases import make_plan, relative_rms
 
 import flamia
 import softgpu
-from flamia import attention
+from flamia import attention, operators
 from flamia.documents import Documents
 from flamia.reference import backend as reference
 from flamia.sm100 import backend, kernels
@@ -293,6 +293,21 @@ def test_the_public_call_runs_the_kernels(blackwell, monkeypatch, kind):
         seen = y.isfinite()
         assert torch.equal(x.isfinite(), seen)
         assert relative_rms(x[seen], y[seen]) < 6e-3
+
+
+@pytest.mark.parametrize("heads", [(2, 2), slow((2, 1))], ids=str)
+def test_operators_announce_what_they_return(blackwell, heads):
+    """Fake and real registrations agree, with work lists for pairs of CTAs and for one."""
+    q, k, v, documents = packed([40, 33], [40, 33], *heads, 64)
+    recipe = flamia.Recipe().key
+    sizes, cu = (1 / 8, -1, 0, False), (documents.cu_seqlens_q, documents.cu_seqlens_k)
+    checks = ("test_schema", "test_faketensor")
+    arguments = (q, k, v, *cu, None, None, -1, -1, *sizes, True, recipe, "sm100")
+    torch.library.opcheck(operators.attention_forward, arguments, test_utils=checks)
+    with torch.no_grad():
+        o, _, lse2, row_max, *kept = operators.attention_forward(*arguments)
+    rest = (torch.ones_like(o), None, o, lse2, row_max, kept, *cu, None, len(k), heads[1])
+    torch.library.opcheck(operators.attention_backward, (*rest, *sizes, recipe, "sm100"), test_utils=checks)
 
 
 def test_grids_of_the_backward():
