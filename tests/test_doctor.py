@@ -54,25 +54,29 @@ def test_only_the_reference_claims_to_run_without_a_device(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("major", "missing", "folder", "runs", "said"),
+    ("capability", "missing", "folder", "running", "said"),
     [
-        (9, (), "", True, "without a backward yet"),
-        (8, (), "", False, "no such device"),
-        (9, ("triton",), "", False, "lacks triton"),
-        (9, ("cutlass",), "", False, "lacks cutlass (or FLAMIA_KERNELS"),
-        (9, ("cutlass",), "ready", True, "without a backward yet"),
+        ((9, 0), (), "", "sm90", "kernels of mxfp8 and nvfp4"),
+        ((10, 0), (), "", "sm100", "kernels of mxfp8 and mxfp8-exact"),
+        ((10, 3), (), "", "sm100", "kernels of mxfp8 and mxfp8-exact"),
+        ((8, 0), (), "", None, "no such device"),
+        ((12, 0), (), "", None, "no such device"),
+        ((9, 0), ("triton",), "", None, "lacks triton"),
+        ((10, 3), ("cutlass",), "", None, "lacks cutlass (or FLAMIA_KERNELS"),
+        ((10, 3), ("cutlass",), "ready", "sm100", "Blackwell (10.0, 10.3)"),
     ],
 )
-def test_hopper_kernels_run_where_everything_is_there(monkeypatch, major, missing, folder, runs, said):
-    card = types.SimpleNamespace(name="Some GPU", major=major, minor=0, total_memory=80 * 2**30)
+def test_kernels_run_where_everything_is_there(monkeypatch, capability, missing, folder, running, said):
+    major, minor = capability
+    card = types.SimpleNamespace(name="Some GPU", major=major, minor=minor, total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
     monkeypatch.setattr(OptionalPackage, "version", lambda self: None if self.module in missing else "1")
     monkeypatch.setenv("FLAMIA_KERNELS", folder)
     backends = {backend["name"]: backend for backend in collect(run_self_test=False)["backends"]}
-    assert backends["sm90"]["runs_here"] is runs
-    assert said in backends["sm90"]["note"]
+    assert {name for name, backend in backends.items() if backend["runs_here"]} == {"reference", running} - {None}
+    assert said in backends["sm100" if major >= 10 else "sm90"]["note"]
 
 
 def test_self_test_passes_here(report):

@@ -10,10 +10,15 @@ from typing import Any
 
 import torch
 
+from flamia.backends import KERNELS
 from flamia.doctor.packages import OPTIONAL_PACKAGES
 from flamia.doctor.selftest import self_test
 
 GIB = 2**30
+NOTES = {
+    "sm90": "mxfp8 and nvfp4 and their -exact forms",
+    "sm100": "mxfp8 and mxfp8-exact, which have run on a software device alone",
+}
 
 
 def collect(run_self_test: bool = True) -> dict[str, Any]:
@@ -97,23 +102,20 @@ def _cuda_devices() -> list[dict[str, Any]]:
 
 
 def _backends() -> list[dict[str, Any]]:
-    missing = "this version of flamia has no native kernels; backend='reference' runs there"
     found = {package.module: package.version() for package in OPTIONAL_PACKAGES if package.extra == "gpu"}
-    hopper = any(device["compute_capability"] == "9.0" for device in _cuda_devices())
-    note = "Hopper: forward of MXFP8, without a backward yet"
     lacking = [name for name in ("triton", "tvm_ffi") if not found[name]]
     if not found["cutlass"] and not os.environ.get("FLAMIA_KERNELS"):
         lacking.append("cutlass (or FLAMIA_KERNELS, a folder of ready libraries)")
-    if not hopper:
-        note += "; there is no such device"
-    elif lacking:
-        note += f"; lacks {', '.join(lacking)}"
-    return [
-        {
-            "name": "reference",
-            "runs_here": True,
-            "note": "plain PyTorch, on CPU and CUDA tensors: right, not fast",
-        },
-        {"name": "sm90", "runs_here": hopper and not lacking, "note": note},
-        {"name": "sm100", "runs_here": False, "note": f"Blackwell: {missing}"},
+    here = {device["compute_capability"] for device in _cuda_devices()}
+    backends = [
+        {"name": "reference", "runs_here": True, "note": "plain PyTorch, on CPU and CUDA tensors: right, not fast"}
     ]
+    for name, room in KERNELS.items():
+        served = bool(here & {f"{major}.{minor}" for major, minor in room.ARCHS})
+        note = f"{room.DEVICES}: kernels of {NOTES[name]}"
+        if not served:
+            note += "; there is no such device"
+        elif lacking:
+            note += f"; lacks {', '.join(lacking)}"
+        backends.append({"name": name, "runs_here": served and not lacking, "note": note})
+    return backends
