@@ -213,3 +213,45 @@ def test_our_forwards(target, mma, capsys):
     assert 0 < report["smem_bytes"] <= 233472
     assert report["tmem_columns"] == (512 if target == "sm100" else 0)
     assert report["bound"] == min(report["tflops"].values())
+
+
+def compiled(capsys, target, kernels, *options):
+    """Reports of the kernels with these words in their names."""
+    with pytest.raises(SystemExit) as e:
+        cli.main(["inspect", target, "--kernels", kernels, "--json", *options])
+    assert e.value.code == 0
+    return {report["kernel"]: report for report in map(json.loads, capsys.readouterr().out.splitlines())}
+
+
+@pytest.mark.slow
+def test_blackwell_backwards(capsys):
+    pytest.importorskip("cutlass")
+    pytest.importorskip("triton")
+    reports = compiled(capsys, "sm100", "sm100 backward", "--no-peers")
+    assert len(reports) == 2
+    for name, report in reports.items():
+        scaled, plain = (f"UTCQMMA{'.2CTA' * ('pairs' in name)}{end}" for end in (" (scaled)", ""))
+        assert {scaled, plain} < set(report["opcodes"])
+        assert any(opcode.startswith("UBLKRED") and ".ADD.F16" in opcode for opcode in report["opcodes"])
+        assert report["spill_bytes"] == 0
+        assert report["cycles"]["mma"] == 5 * 256
+        exponentials = report["counts"]["exponentials"] + report["counts"]["emulated"]
+        assert 128 * 128 <= exponentials < 1.05 * 128 * 128
+        assert report["smem_bytes"] <= 232448
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("target", ["sm100", "sm103"])
+def test_bounds_beside_flash_attention(target, capsys):
+    """Counted alike: our forward is bound no lower than theirs in FP8, our backwards 1.3 times as high as in BF16."""
+    for module in ("cutlass", "triton", "flash_attn"):
+        pytest.importorskip(module)
+    forwards = compiled(capsys, target, "forward, MXFP8") | compiled(capsys, target, "forward, FP8")
+    bounds = {name: report["bound"] for name, report in forwards.items()}
+    assert bounds["flamia sm100 forward, MXFP8 causal"] >= bounds["FlashAttention-4 forward, FP8 causal"]
+    reports = compiled(capsys, target, "backward")
+    theirs = reports.pop("FlashAttention-4 backward, BF16 causal")["bound"]
+    assert len(reports) == 2
+    assert all(report["bound"] >= 1.3 * theirs for report in reports.values())
+    ours = [*reports.values(), forwards["flamia sm100 forward, MXFP8 causal"]]
+    assert [report["spill_bytes"] for report in ours] == [0, 0, 0]

@@ -42,6 +42,10 @@ SUBJECTS = (
         "flamia sm100 backward, MXFP8 causal", BLACKWELL, f"{_HERE}:sm100_backward", products=5, payloads=2
     ),
     Subject(
+        "flamia sm100 backward by pairs, MXFP8 causal", BLACKWELL, f"{_HERE}:sm100_backward_pair", products=5,
+        payloads=2,
+    ),
+    Subject(
         "FlashAttention-4 forward, BF16 causal", ("sm_90a", *BLACKWELL), f"{_HERE}:peer_forward", "ForwardSm", peer=True
     ),
     Subject("FlashAttention-4 forward, FP8 causal", BLACKWELL, f"{_HERE}:peer_forward_fp8", "ForwardSm", peer=True),
@@ -69,11 +73,11 @@ def sm90_backward(arch: str) -> None:
 
 
 def sm100_forward(arch: str) -> None:
-    """The Blackwell forward: causal, defaults of MXFP8."""
+    """The Blackwell forward: causal with claimed items, defaults of MXFP8."""
     from flamia.sm100.forward import Forward, compile_forward
     from flamia.sm100.work import Masks
 
-    compile_forward(Forward(128, 1, Masks(False, True), arch=arch))
+    compile_forward(Forward(128, 1, Masks(False, True), arch=arch, dynamic=True))
 
 
 def sm100_backward(arch: str) -> None:
@@ -82,6 +86,15 @@ def sm100_backward(arch: str) -> None:
     from flamia.sm100.work import Masks
 
     compile_backward(Backward(128, 1, Masks(False, True), rotate=True, arch=arch))
+
+
+def sm100_backward_pair(arch: str) -> None:
+    """The Blackwell backward by pairs of CTAs: causal, defaults of MXFP8."""
+    from flamia.sm100.backward import compile_backward
+    from flamia.sm100.backward_pair import PairBackward
+    from flamia.sm100.work import Masks
+
+    compile_backward(PairBackward(128, 1, Masks(False, True), rotate=True, arch=arch))
 
 
 def peer_forward(arch: str) -> None:
