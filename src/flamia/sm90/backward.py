@@ -28,9 +28,7 @@ from flamia.sm90.instructions import (
     clear_after,
     lane_here,
     load_acquire,
-    pack_half,
     raise_to,
-    store_matrices,
 )
 from flamia.sm90.key_work import STEP, KeyItem, KeyTables, around, key_item_at, turn
 from flamia.sm90.work import TILE, Masks
@@ -88,6 +86,7 @@ class Backward:
         self.rotate, self.causal_scale, self.deterministic = rotate, causal_scale, deterministic
         self.exact, self.rows = exact, EXACT_NUMBERS if exact else NUMBERS
         self.halves = head_dim // 64
+        self.sharers = min(3, stages)  # warps that load numbers; none may wait for more than a stage's next use
         # Without a mask, all CTAs would read and add to the same queries at a time.
         self.around = not (deterministic or masks.left or masks.right)
         self.slab = 16 * head_dim // 2  # FP16 numbers of 16 queries and one warpgroup's channels
@@ -223,7 +222,7 @@ class Backward:
         if warp == 0:
             with cute.arch.elect_one():
                 self._init_barriers(barriers)
-                init_board(board, 9)  # the warp that loads, and eight that compute
+                init_board(board, 8 + self.sharers)  # the warps that compute and load, but for the one that posts
                 for i in cutlass.range_constexpr(16):
                     tops[i] = Int32(0)
         if const_expr(self.exact):
@@ -247,8 +246,8 @@ class Backward:
             if warp == 0:
                 sQc, sTc = (tensor(x, sQc_layout) for x in (storage.sQc, storage.sTc))
                 self.load(atoms, sources, (sK, sV, sKc, sQ, sT, sQc, sTc), work, barriers)
-            if warp == 1:
-                self.load_numbers(numbers, exponents[0], values, late, work, barriers)
+            elif warp <= self.sharers:
+                self.load_numbers(warp - 1, numbers, exponents[0], values, late, work, barriers)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             sQc, sTc = (tensor(x, halves_layout) for x in (storage.sQc, storage.sTc))
@@ -326,18 +325,26 @@ class Backward:
         return cpasync.tma_partition(atom, 0, one, cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2))
 
     @cute.jit
-    def load_numbers(self, numbers, eQ, values, late, work, barriers):
-        """Producer warp: claims items; what a step's queries bring along, two queries per lane."""
+    def load_numbers(self, share, numbers, eQ, values, late, work, barriers):
+        """Producer warps: what a step's queries bring along, two queries per lane. The first one claims items.
+
+        A step's loads take as long as the step, so the warps take steps in turns. share: which of them this one is.
+        """
         empty, full = barriers[3], barriers[2]
         addend, b, unit, outside, prescale = numbers
         lane = cute.arch.lane_idx()
-        at, m, tile = cute.arch.block_idx()[0], Int32(0), Int32(0)
+        at, m, done = cute.arch.block_idx()[0], Int32(0), Int32(0)
+        if share > 0:
+            at = take(work[3], m)
         while at < work[0]:
-            post(work[3], m, at)
+            if share == 0:
+                post(work[3], m, at)
             item = self.item(at, work)
             for h in cutlass.range(self.ratio, unroll=1):
                 head = item.kv * self.ratio + h
-                for j in cutlass.range(item.first, item.stop, unroll=1):
+                ahead = (share - done % self.sharers + self.sharers) % self.sharers  # steps of others before the first
+                for j in cutlass.range(item.first + ahead, item.stop, self.sharers, unroll=1):
+                    tile = done + j - item.first
                     stage, slot, step = tile % self.stages, tile % (2 * self.stages), self.place_of(j, item)
                     cute.arch.mbarrier_wait(empty + stage, (tile // self.stages + 1) & 1)
                     shared_c = Int32(NONE)
@@ -345,14 +352,12 @@ class Backward:
                         query = step * STEP + 32 * block + lane
                         inside = query < item.len_q
                         token = item.q_start + cutlass.min(query, item.len_q - 1)
-                        added = addend[head, token]
-                        added = added if inside else -Float32.inf
-                        less = b[head, token]
+                        added, less, power = addend[head, token], b[head, token], unit[head, token]
                         e_q = Int32(eQ[head, token]) - 127
+                        added = added if inside else -Float32.inf
                         live = added != -Float32.inf
-                        u = unit[head, token] if live else Int32(NONE)
-                        u = cute.arch.warp_redux_sync(u, "max")
-                        c = cute.arch.warp_redux_sync(unit[head, token] - e_q if live else Int32(NONE), "max")
+                        u = cute.arch.warp_redux_sync(power if live else Int32(NONE), "max")
+                        c = cute.arch.warp_redux_sync(power - e_q if live else Int32(NONE), "max")
                         shared_c = cutlass.max(shared_c, c)
                         where = item.document
                         if const_expr(self.causal_scale):
@@ -367,7 +372,7 @@ class Backward:
                             less = less * scale
                             values[Q_FACTOR + spot, stage] = scale_q
                             values[POWER + spot, stage] = scale
-                            values[A + spot, stage] = gradients.power(unit[head, token] + apart)
+                            values[A + spot, stage] = gradients.power(power + apart)
                         values[ADDEND + spot, stage] = added
                         values[B + spot, stage] = less if inside else Float32(0.0)
                         late[DQ + 32 * block + lane, slot] = prescale[head, where] - e_q
@@ -383,11 +388,12 @@ class Backward:
                     cute.arch.sync_warp()
                     if lane == 0:
                         cute.arch.mbarrier_arrive(full + stage)
-                    tile += 1
+                done += cutlass.max(item.stop - item.first, 0)
             m += 1
-            at = claim(work[1].claims)
-        post(work[3], m, at)
-        leave(work[1].claims)
+            at = claim(work[1].claims) if share == 0 else take(work[3], m)
+        if share == 0:
+            post(work[3], m, at)
+            leave(work[1].claims)
 
     @cute.jit
     def compute(self, mmas, shared, plain, exponents, outputs, work, barriers):
@@ -724,28 +730,11 @@ class Backward:
                     dk[i % 2, r, i // 2, h] = dk[i % 2, r, i // 2, h] * factor
         if const_expr(self.rotate):
             gradients.rotate_back(dk)
-        kind = "bf16" if const_expr(outputs[0].element_type is BFloat16) else "f16"
-        key, lane = item.k0 + warp * 16, lane_here()
-        # 64 channels at a time through shared memory, in 16-byte pieces moved so that no bank is asked twice
-        base, row = Int32(slab.toint()), lane % 16
+        key = item.k0 + warp * 16
         for i in cutlass.range_constexpr(2):
-            for h in cutlass.range_constexpr(self.halves):
-                x = (dk, dv)[i]
-                for j in cutlass.range_constexpr(0, 8, 2):
-                    four = [pack_half(x[0, n % 2, j + n // 2, h], x[1, n % 2, j + n // 2, h], kind) for n in range(4)]
-                    store_matrices(base + row * 128 + (((j + lane // 16) ^ row % 8) << 4), *four)
-                cute.arch.sync_warp()
-                for n in cutlass.range_constexpr(4):
-                    line, piece = 4 * n + lane // 8, lane % 8
-                    words = cute.make_rmem_tensor((4,), Int32)
-                    source = (slab + (line * 32 + ((piece ^ line % 8) << 2))).align(16)
-                    cute.autovec_copy(cute.make_tensor(source, cute.make_layout((4,))), words)
-                    if key + line < item.len_k:
-                        token = Int64(item.k_start + key + line)
-                        spot = (token * outputs[i].shape[1] + item.kv) * self.head_dim + 64 * h + 8 * piece
-                        target = cute.recast_ptr((outputs[i].iterator + spot).align(16), dtype=Int32)
-                        cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout((4,))))
-                cute.arch.sync_warp()
+            heads = outputs[i].shape[1]
+            start = outputs[i].iterator + (Int64(item.k_start + key) * heads + item.kv) * self.head_dim
+            gradients.write_rows((dk, dv)[i], start, heads * self.head_dim, item.len_k - key, slab)
 
 
 def compile_backward(
