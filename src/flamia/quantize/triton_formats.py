@@ -502,7 +502,7 @@ def widen(x):
     if COMPILED and x.dtype == tl.bfloat16:
         # A word of two at a time, which the conversion above would first take apart.
         y = tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;", "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2
         )
     return y
 
@@ -616,7 +616,9 @@ def tile_amax(x0, x1, x2, x3, R: tl.constexpr):
 
 @triton.jit
 def _larger(a, b):
-    return tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
+    # A 16-bit type is compared as it is, two at a time: the compiler sees that only the result needs 32 bits.
+    a, b = tl.abs(a.to(tl.float32)), tl.abs(b.to(tl.float32))
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -338,7 +338,7 @@ def _document_maxima_kernel(
     for step in range(0, valid, R):
         token = first + step + r
         pointer = x_ptr + head.to(tl.int64) * head_stride + token.to(tl.int64)[:, None] * token_stride + d[None, :]
-        x0, x1, x2, x3 = widen_chunks(*load_chunks(pointer, (step + r < valid)[:, None], R, W, D))
+        x0, x1, x2, x3 = load_chunks(pointer, (step + r < valid)[:, None], R, W, D)
         top = tl.maximum(top, tile_amax(x0, x1, x2, x3, R))
     if document >= 0:
         tl.atomic_max(maxima_ptr + head * documents + document, tl.max(top, 0), sem="relaxed")

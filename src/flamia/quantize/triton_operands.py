@@ -231,9 +231,11 @@ def _operand_kernel(
 
     d = tl.arange(0, W)[None, :]
     source = x_ptr + head.to(tl.int64) * head_stride + token.to(tl.int64)[:, None] * token_stride + d
-    x0, x1, x2, x3 = widen_chunks(*load_chunks(source, inside[:, None], R, W, D))
+    n0, n1, n2, n3 = load_chunks(source, inside[:, None], R, W, D)
+    x0, x1, x2, x3 = widen_chunks(n0, n1, n2, n3)
     if ROTATE:
         x0, x1, x2, x3 = hadamard(x0, x1, x2, x3, R, W, D)
+        n0, n1, n2, n3 = x0, x1, x2, x3
 
     # Elements before this row in a [T, heads, D] buffer and before this head's channels in a [heads, D, C] one.
     row = token.to(tl.int64)[:, None] * (HEADS * D) + head * D
@@ -247,7 +249,7 @@ def _operand_kernel(
             m2, m3 = eighths_amax(x2, R, W), eighths_amax(x3, R, W)
         amax = tl.max(tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3)), 1)
     else:
-        amax = tile_amax(x0, x1, x2, x3, R)
+        amax = tile_amax(n0, n1, n2, n3, R)
     if AMAX:
         tl.store(amax_ptr + table, amax.to(tl.float32, bitcast=True), written)
         largest = maxima_ptr + head * documents + document
