@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from flamia import precompile
-from flamia.benchmarks import cudnn_fp8, flash_attention, timing, train
+from flamia.backends import door
+from flamia.benchmarks import cudnn_fp8, flash_attention, forward, timing, train
 from flamia.benchmarks.exact import Agreement, Tensors, agreement, exact_gradients
 from flamia.benchmarks.forward import CALL, KERNEL
+from flamia.benchmarks.peers import Inputs
 from flamia.benchmarks.train import CAUSAL_SCALE, Contestant, Row, Summary
 from flamia.benchmarks.training_peers import BACKWARD, PEERS, TRAINING, Call, Floors, Peer, TrainingInputs
 from flamia.benchmarks.workloads import Workload, packed_workloads
@@ -117,7 +119,7 @@ def clock(monkeypatch):
         run(made)
         return made, 1024 * next(held)
 
-    monkeypatch.setattr(train, "backend_of", lambda device: "sm90")
+    monkeypatch.setattr(forward, "backend_of", lambda device: "sm90")
     monkeypatch.setattr(train, "peak_bytes", peak_bytes)
     monkeypatch.setattr(
         train,
@@ -236,14 +238,13 @@ def test_peak_memory_counts_what_is_kept_and_the_peak_of_a_later_run(monkeypatch
 
 
 @pytest.fixture
-def hopper(monkeypatch):
-    """The Hopper backend with CPU tensors: kernels run on a software device, Triton is interpreted."""
+def kernels(monkeypatch):
+    """Takes CPU tensors for those of a backend's device: kernels run on a software device, Triton is interpreted."""
     for package in ("cutlass", "tvm_ffi", "triton"):
         pytest.importorskip(package)
     if torch.cuda.is_available():
         pytest.skip("Triton is not interpreted where there is a device")
     import softgpu
-    from flamia.sm90 import backend
     from softgpu.cutedsl import compiling
 
     compiled = {}
@@ -254,18 +255,26 @@ def hopper(monkeypatch):
                 compiled[kernel] = kernel.build()
         return compiled[kernel]
 
-    monkeypatch.setattr(train, "backend_of", lambda device: "sm90")
-    monkeypatch.setattr(backend, "load", load)
-    monkeypatch.setattr(backend, "device_sizes", lambda index: (3, 1 << 19))
+    def of(backend):
+        room = door(backend)
+        monkeypatch.setattr(forward, "backend_of", lambda device: backend)
+        monkeypatch.setattr(room, "load", load)
+        monkeypatch.setattr(room, "device_sizes", lambda index: (3, 1 << 19))
+        if backend == "sm100":
+            monkeypatch.setattr(room, "target", lambda index: "sm_103a")
+
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return of
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["sm90", "sm100"])
 @pytest.mark.parametrize(
     "name",
     [KERNEL, *(pytest.param(x, marks=pytest.mark.matrix) for x in (CALL, CALL + CAUSAL_SCALE, KERNEL + CAUSAL_SCALE))],
 )
-def test_the_backward_of_a_call_and_its_kernel_alone(hopper, name):
+def test_the_backward_of_a_call_and_its_kernel_alone(kernels, backend, name):
+    kernels(backend)
     inputs = TrainingInputs.make(Workload("small", (40, 33), 2, 1, 64), True, device="cpu")
     call = train.ours("mxfp8", True)[BACKWARD][name](inputs)
     call.run()  # what a timed launch leaves behind must not change the results
@@ -273,6 +282,23 @@ def test_the_backward_of_a_call_and_its_kernel_alone(hopper, name):
     # The floors are those of heads of 128; codes of 64 channels are not rotated.
     contestant = Contestant(call, Floors(0.998, 0.997, 0.997, 0.998), None)
     assert train.check(inputs, textbook(inputs), name, contestant)[0] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["sm100", pytest.param("sm90", marks=pytest.mark.matrix)])
+def test_the_forward_kernel_alone(kernels, backend):
+    kernels(backend)
+    inputs = Inputs.make(Workload("small", (40, 33), 2, 1, 64), True, device="cpu")
+    assert forward.check(inputs, {KERNEL: (forward.kernel_call(inputs, "mxfp8"), 0.998)})[KERNEL] > 0.998
+
+
+def test_what_a_device_has_no_kernels_for_is_named(kernels):
+    q = torch.empty(3, 2, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"cpu has no kernels to time: 'sm90' serves .*'sm100' serves"):
+        forward.native("mxfp8", q, training=True)
+    kernels("sm100")
+    with pytest.raises(ValueError, match="recipes='nvfp4': format='nvfp4' has no Blackwell kernel"):
+        forward.native("nvfp4", q, training=False)
 
 
 @pytest.mark.slow

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from flamia.attention import flash_attn_varlen_func
-from flamia.backends import door, native_backend, native_recipe, served
+from flamia.backends import KERNELS, door, native_backend, native_recipe, served
 from flamia.benchmarks.peers import PEERS, Inputs, Prepared
 from flamia.benchmarks.timing import paired_seconds
 from flamia.benchmarks.workloads import Workload
 from flamia.documents import Documents
 from flamia.plan import Plan
-from flamia.recipe import get_recipe
+from flamia.recipe import Recipe, get_recipe
 
 KERNEL, CALL = "flamia kernel", "flamia call"
 LEAST_COSINE = {"mxfp8": 0.998, "nvfp4": 0.985}  # of ours with exact attention on Gaussian inputs (docs/numerics.md)
@@ -111,31 +111,36 @@ def backend_of(device: torch.device) -> str:
     return found
 
 
+def native(recipe: str | Recipe, q: Tensor, *, training: bool) -> tuple[str, Recipe]:
+    """The backend of q's device, and what it computes for a recipe.
+
+    Raises:
+        ValueError: there are no kernels for the device, or none for the recipe there.
+    """
+    backend = backend_of(q.device)
+    resolved = native_recipe(recipe, backend)
+    reason = KERNELS[backend].unsupported(resolved, q.shape[2], q.dtype, training=training)
+    if reason is not None:
+        raise ValueError(f"recipes={recipe!r}: {reason}")
+    return backend, resolved
+
+
 def kernel_call(inputs: Inputs, recipe: str) -> Prepared:
     """The attention launches alone: payloads, work lists and outputs are made before."""
     from flamia.quantize.triton_lists import work_lists
     from flamia.quantize.triton_prepare import prepare_forward
 
     workload, q = inputs.workload, inputs.q
-    backend = backend_of(q.device)
-    native = door(backend)
-    plan = Plan(
-        native_recipe(recipe, backend),
-        backend,
-        (),
-        workload.head_dim,
-        workload.heads_q,
-        workload.heads_kv,
-        1 / math.sqrt(workload.head_dim),
-        None,
-        0 if inputs.causal else None,
-        False,
-        False,
-    )
+    backend, resolved = native(recipe, q, training=False)
+    room = door(backend)
+    heads = (workload.heads_q, workload.heads_kv)
+    right = 0 if inputs.causal else None
+    scale = 1 / math.sqrt(workload.head_dim)
+    plan = Plan(resolved, backend, (), workload.head_dim, *heads, scale, None, right, False, False)
     documents = Documents(inputs.cu_seqlens, inputs.cu_seqlens, workload.tokens, workload.tokens)
-    lists = work_lists(documents, plan.left, plan.right, native.tiling(plan, documents))
+    lists = work_lists(documents, plan.left, plan.right, room.tiling(plan, documents))
     payloads = prepare_forward(plan, q, inputs.k, inputs.v, lists, columns=plan.transposes).payloads
-    result, launch = native.bind_forward(plan, payloads, documents, lists, q.dtype)
+    result, launch = room.bind_forward(plan, payloads, documents, lists, q.dtype)
     result.o.fill_(torch.nan)
     return Prepared(launch, lambda _: result.o)
 

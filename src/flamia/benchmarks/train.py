@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from flamia.attention import flash_attn_varlen_func
-from flamia.backends import door, native_recipe
+from flamia.backends import door
 from flamia.benchmarks.exact import Tensors, agreement, exact_gradients
-from flamia.benchmarks.forward import CALL, KERNEL, backend_of
+from flamia.benchmarks.forward import CALL, KERNEL, native
 from flamia.benchmarks.timing import paired_seconds, peak_bytes
 from flamia.benchmarks.training_peers import (
     BACKWARD,
@@ -227,7 +227,7 @@ def _of_device(recipe: str, *, causal: bool) -> Callable[[TrainingInputs], Recip
     """Inputs -> what their device computes; causal: with the accumulator's causal scale."""
 
     def resolve(inputs: TrainingInputs) -> Recipe:
-        found = native_recipe(recipe, backend_of(inputs.q.device))
+        _, found = native(recipe, inputs.q, training=True)
         return dataclasses.replace(found, accumulator_scale="causal") if causal else found
 
     return resolve
@@ -252,7 +252,7 @@ def whole_call(inputs: TrainingInputs, recipe: str | Recipe) -> Call:
 
 def _plan(inputs: TrainingInputs, recipe: Recipe) -> tuple[Any, Plan, Documents]:
     """The door of the device's backend, and a call's plan and documents."""
-    backend = backend_of(inputs.q.device)
+    backend, recipe = native(recipe, inputs.q, training=True)
     workload = inputs.workload
     heads = (workload.heads_q, workload.heads_kv)
     scale, right = 1 / math.sqrt(workload.head_dim), 0 if inputs.causal else None
@@ -263,12 +263,12 @@ def _plan(inputs: TrainingInputs, recipe: Recipe) -> tuple[Any, Plan, Documents]
 
 def backward_call(inputs: TrainingInputs, recipe: Recipe) -> Call:
     """All that the backward of a call does; what the forward keeps is made before."""
-    native, plan, documents = _plan(inputs, recipe)
-    o, _, result, kept = native.run_forward(plan, inputs.q, inputs.k, inputs.v, documents)
+    room, plan, documents = _plan(inputs, recipe)
+    o, _, result, kept = room.run_forward(plan, inputs.q, inputs.k, inputs.v, documents)
 
     def run() -> Tensors:
         rest = (o, result.lse2, result.row_max, kept, documents)
-        return Tensors(None, *native.run_backward(plan, inputs.do, None, *rest))
+        return Tensors(None, *room.run_backward(plan, inputs.do, None, *rest))
 
     return Call(run, run)
 
@@ -279,15 +279,15 @@ def kernel_call(inputs: TrainingInputs, recipe: Recipe) -> Call:
     from flamia.quantize.triton_lists import work_lists
     from flamia.quantize.triton_prepare import prepare_backward, prepare_forward
 
-    native, plan, documents = _plan(inputs, recipe)
-    lists = work_lists(documents, plan.left, plan.right, native.tiling(plan, documents))
+    room, plan, documents = _plan(inputs, recipe)
+    lists = work_lists(documents, plan.left, plan.right, room.tiling(plan, documents))
     operands = prepare_forward(plan, inputs.q, inputs.k, inputs.v, lists, columns=plan.transposes)
     payloads, maxima = operands.payloads, (operands.k_maxima, operands.v_maxima)
-    result = native.forward(plan, payloads, documents, lists, inputs.q.dtype)
+    result = room.forward(plan, payloads, documents, lists, inputs.q.dtype)
     rest = (result.o, result.lse2, result.row_max, payloads, documents, lists)
     gradients = prepare_backward(plan, inputs.do, None, *rest, columns=plan.transposes)
     bound = (payloads, gradients, result.lse2, *maxima)
-    dk, dv, launch = native.bind_backward(plan, *bound, documents, lists, inputs.do.dtype)
+    dk, dv, launch = room.bind_backward(plan, *bound, documents, lists, inputs.do.dtype)
 
     def results() -> Tensors:
         # A launch adds to the sums of dQ. Those of the timed launches pile up, which changes no time.
