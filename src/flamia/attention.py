@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flamia.backends import KERNELS, native_backend, native_recipe, served
-from flamia.operators import attention_forward
+from flamia.backends import KERNELS, native_backend, native_recipe, native_target, served
+from flamia.compiler import load
+from flamia.operators import attention_forward, last_plan
 from flamia.recipe import Recipe, get_recipe, recipes
 
 HEAD_DIMS = (16, 32, 64, 96, 128, 256)
@@ -177,6 +178,7 @@ def warmup(
 
     Runs one call on 128 tokens, and its backward if ``training``. What is compiled depends on the ratio of heads, the
     head dimension, the dtype, which sides of the window are bounded, and the recipe; never on lengths or documents.
+    Where lengths decide between kernels, all of them are loaded.
 
     Args:
         heads_q, heads_kv, head_dim: of q, and of k and v.
@@ -197,6 +199,11 @@ def warmup(
         assert isinstance(o, Tensor)
         if training:
             o.sum().backward()
+    plan = last_plan()
+    assert plan is not None
+    if plan.backend in KERNELS:
+        for kernel in KERNELS[plan.backend].call_kernels(plan, dtype, native_target(q.device)):
+            load(kernel)
     if q.is_cuda:
         torch.cuda.synchronize(q.device)
 

@@ -28,10 +28,19 @@ def door(backend: str) -> Any:
 
 def native_backend(device: torch.device) -> str | None:
     """The backend that serves a device, None where none does."""
-    if device.type != "cuda":
-        return None
+    return BY_CAPABILITY.get(_capability(device)) if device.type == "cuda" else None
+
+
+def native_target(device: torch.device) -> str:
+    """What kernels of a device that has a backend are compiled for."""
+    capability = _capability(device)
+    target: str = KERNELS[BY_CAPABILITY[capability]].ARCHS[capability]
+    return target
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
     properties = torch.cuda.get_device_properties(device)
-    return BY_CAPABILITY.get((properties.major, properties.minor))
+    return properties.major, properties.minor
 
 
 def served() -> str:

@@ -295,6 +295,19 @@ def test_the_public_call_runs_the_kernels(blackwell, monkeypatch, kind):
         assert relative_rms(x[seen], y[seen]) < 6e-3
 
 
+def test_warmup_loads_what_any_lengths_may_take(blackwell, monkeypatch):
+    """Calls of 128 queries and keys run pairs of CTAs; unequal lengths do not."""
+    loaded = []
+    monkeypatch.setattr(attention, "_backend", lambda named, device: "sm100")
+    monkeypatch.setattr(attention, "native_target", lambda device: "sm_100a")
+    monkeypatch.setattr(attention, "load", lambda kernel: loaded.append(kernel.source.removeprefix("flamia.sm100.")))
+    flamia.warmup(2, 2, 64, device="cpu", causal=True)
+    assert loaded == ["forward", "backward", "backward_pair"]
+    loaded.clear()
+    flamia.warmup(2, 2, 64, device="cpu", causal=True, training=False)
+    assert loaded == ["forward"]
+
+
 @pytest.mark.parametrize("heads", [(2, 2), slow((2, 1))], ids=str)
 def test_operators_announce_what_they_return(blackwell, heads):
     """Fake and real registrations agree, with work lists for pairs of CTAs and for one."""
