@@ -323,6 +323,25 @@ def test_operators_announce_what_they_return(blackwell, heads):
     torch.library.opcheck(operators.attention_backward, (*rest, *sizes, recipe, "sm100"), test_utils=checks)
 
 
+def test_compiled_calls_with_any_sizes(blackwell, monkeypatch):
+    """torch.compile in one graph with sizes as symbols: the choice of pairs, and of their work list, is traced."""
+    monkeypatch.setattr(attention, "_backend", lambda named, device: "sm100")
+    q, k, v, documents = packed([40, 33], [40, 33], 2, 2, 64)
+    cu = documents.cu_seqlens_q
+
+    def attend(q, k, v):
+        return flamia.flash_attn_varlen_func(q, k, v, cu, causal=True)
+
+    def results(call):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        o = call(*leaves)
+        return [o.detach(), *torch.autograd.grad(o.square().sum(), leaves)]
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    for x, y in zip(results(compiled), results(attend), strict=True):
+        assert torch.equal(x, y)
+
+
 def test_grids_of_the_backward():
     """One CTA or pair for each tile of a row without documents; in a fixed order one for each item."""
     plan = native_plan(4, 2, 128, None, 0, training=True)
