@@ -328,7 +328,7 @@ class Backward:
     def load_numbers(self, share, numbers, eQ, values, late, work, barriers):
         """Producer warps: what a step's queries bring along, two queries per lane. The first one claims items.
 
-        A step's loads take as long as the step, so the warps take steps in turns. share: which of them this one is.
+        Loads of one step take as long as the step, so the warps take steps in turns. share: which of them this one is.
         """
         empty, full = barriers[3], barriers[2]
         addend, b, unit, outside, prescale = numbers
@@ -415,6 +415,7 @@ class Backward:
         a_kv = [mma_kv.make_fragment_A(mma_kv.partition_shape_A((TILE, STEP))) for _ in range(2)]
         x = [cute.make_rmem_tensor(mma_s.partition_shape_C((TILE, STEP)), Float32) for _ in range(2)]
         q_shape = mma_q.partition_shape_C((STEP, self.head_dim))
+        # Accumulators of half the size are registers of their own: the assembler would wait for every product.
         if const_expr(self.head_dim == 128):
             x_q = [cute.make_tensor(part.iterator, cute.make_layout(q_shape)) for part in x]
         else:
@@ -517,20 +518,9 @@ class Backward:
 
     @cute.jit
     def queries(
-        self,
-        tile,
-        j,
-        head,
-        more: cutlass.Constexpr,
-        operands,
-        registers,
-        plain,
-        slab,
-        place,
-        targets,
-        scalars,
+        self, tile, j, head, more: cutlass.Constexpr, operands, registers, plain, slab, place, targets, scalars,
         barriers,
-    ):
+    ):  # fmt: skip
         """dQ of step j. more: the last 64 channels of the next step's dV are under way, and are added up."""
         mmas, _, _, _, _, a_q, b_q = operands
         x_q = registers[1]
