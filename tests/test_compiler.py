@@ -233,7 +233,7 @@ def test_folders_that_do_not_fit_are_refused(monkeypatch, tmp_path, ready, chang
         (folder / INDEX).write_text("{" if change == "index" else json.dumps(index))
     said = {
         "sources": r"stale: its bounds\[sm_90a\]\(factor=3\) was compiled from sources 0{16}.*flamia compile",
-        "name": r"has no library for bounds\[sm_90a\]\(factor=3\).*flamia compile --out",
+        "name": r"has no library for bounds\[sm_90a\]\(factor=3\).*flamia compile --arch sm_90a --out",
         "file": r"incomplete: 0{16}, which its index.json names",
         "format": r"another version of flamia",
         "index": r"no readable index.json .*flamia compile",

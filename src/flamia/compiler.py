@@ -57,7 +57,7 @@ class Kernel:
             does (``--enable-tvm-ffi``).
         source: module that holds the kernel. It, what it imports of flamia, and the builder's module decide whether a
             library is stale.
-        arch: "sm_90a".
+        arch: what it is compiled for, such as "sm_90a".
         options: (name, value) in the order of names.
     """
 
@@ -260,8 +260,8 @@ def _ready(kernel: Kernel, folder: Path) -> Path:
     entry = next((e for e in _read_index(folder) if e["name"] == kernel.name), None)
     if entry is None:
         raise KernelError(
-            f"FLAMIA_KERNELS={folder} has no library for {kernel.name}: add it with `flamia compile --out {folder}` "
-            "and the options of this call, or unset FLAMIA_KERNELS to compile on first use"
+            f"FLAMIA_KERNELS={folder} has no library for {kernel.name}: add it with `flamia compile --arch {kernel.arch} "
+            f"--out {folder}` and the options of this call, or unset FLAMIA_KERNELS to compile on first use"
         )
     if entry["sources"] != _version(kernel):
         raise KernelError(

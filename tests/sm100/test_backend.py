@@ -136,24 +136,28 @@ def test_what_a_backward_needs_is_kept_in_the_announced_layout(blackwell, heads,
 
 @pytest.mark.parametrize("arch", ["sm_100a", slow("sm_103a")])
 @pytest.mark.parametrize(
-    ("heads", "lengths", "window", "deterministic", "options"),
+    ("heads", "head_dim", "lengths", "window", "deterministic", "options"),
     [
-        ((2, 2), EQUAL, (None, 0), False, {}),  # by pairs of CTAs
-        ((2, 1), UNEQUAL, (None, 0), False, {}),
-        slow((2, 1), UNEQUAL, (None, 0), True, {}),
-        slow((2, 2), EQUAL, (60, 20), False, dict(accumulator_scale="causal")),
-        slow((2, 1), UNEQUAL, (60, 20), True, dict(accumulator_scale="causal")),
-        slow((2, 2), EQUAL, (None, None), True, {}),
-        ((2, 1), UNEQUAL, (None, 0), False, EXACT),
-        slow((2, 2), EQUAL, (None, 0), True, EXACT),
+        ((2, 2), 64, EQUAL, (None, 0), False, {}),  # by pairs of CTAs
+        ((2, 1), 64, UNEQUAL, (None, 0), False, {}),
+        slow((2, 1), 64, UNEQUAL, (None, 0), True, {}),
+        slow((2, 2), 64, EQUAL, (60, 20), False, dict(accumulator_scale="causal")),
+        slow((2, 1), 64, UNEQUAL, (60, 20), True, dict(accumulator_scale="causal")),
+        slow((2, 2), 64, EQUAL, (None, None), True, {}),
+        ((2, 1), 64, UNEQUAL, (None, 0), False, EXACT),
+        slow((2, 2), 64, EQUAL, (None, 0), True, EXACT),
+        slow((2, 2), 128, EQUAL, (None, 0), False, {}),  # q and k are rotated
+        slow((4, 1), 128, UNEQUAL, (None, 0), True, EXACT),
     ],
     ids=str,
 )
-def test_from_gradients_of_outputs_to_those_of_inputs(blackwell, arch, heads, lengths, window, deterministic, options):
+def test_from_gradients_of_outputs_to_those_of_inputs(
+    blackwell, arch, heads, head_dim, lengths, window, deterministic, options
+):
     blackwell(arch)
-    plan = native_plan(*heads, 64, *window, training=True, deterministic=deterministic, **options)
-    q, k, v, documents = packed(*lengths, *heads, 64, tail=7)
-    do = packed(*lengths, *heads, 64, tail=7, seed=1)[0]
+    plan = native_plan(*heads, head_dim, *window, training=True, deterministic=deterministic, **options)
+    q, k, v, documents = packed(*lengths, *heads, head_dim, tail=7)
+    do = packed(*lengths, *heads, head_dim, tail=7, seed=1)[0]
     dlse = torch.randn(heads[0], len(q), generator=torch.Generator().manual_seed(2))
     for x in (q, k, v, do):
         x[-7:] = torch.nan
