@@ -98,7 +98,8 @@ class Case:
     def check(self, result, tolerance=2e-3):
         o, lse2, m = (x.transpose(0, 1)[: self.used] if x.dim() == 2 else x[: self.used] for x in result)
         want_lse, want_m = self.want.lse2.t()[: self.used], self.want.row_max.t()[: self.used]
-        assert relative_rms(o, self.want.o[: self.used]) < tolerance
+        # As the kernel stores it: rounding a few large numbers to BF16 may be 2.2e-3 by itself.
+        assert relative_rms(o, self.want.o[: self.used].to(o.dtype)) < tolerance
         seen = want_lse.isfinite()
         assert torch.equal(lse2.isfinite(), seen)
         error = (lse2 - want_lse)[seen].abs()
