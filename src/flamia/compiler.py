@@ -260,8 +260,9 @@ def _ready(kernel: Kernel, folder: Path) -> Path:
     entry = next((e for e in _read_index(folder) if e["name"] == kernel.name), None)
     if entry is None:
         raise KernelError(
-            f"FLAMIA_KERNELS={folder} has no library for {kernel.name}: add it with `flamia compile --arch {kernel.arch} "
-            f"--out {folder}` and the options of this call, or unset FLAMIA_KERNELS to compile on first use"
+            f"FLAMIA_KERNELS={folder} has no library for {kernel.name}: add it with "
+            f"`flamia compile --arch {kernel.arch} --out {folder}` and the options of this call, or unset "
+            "FLAMIA_KERNELS to compile on first use"
         )
     if entry["sources"] != _version(kernel):
         raise KernelError(
