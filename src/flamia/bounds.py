@@ -10,6 +10,10 @@ from flamia.plan import Plan
 # A folded weight whose V exponent is this far below the group's largest may be a subnormal code or zero while the
 # weight itself is not small: it then enters the row sum unrounded.
 FOLD_RANGE = 6
+# Row sums by a tensor core that cuts off: weights are multiplied by 1 + m/8 for each of these m. Outputs are ratios of
+# two such sums, and products with one bit fall less short than those with V's three or four. One comes twice: its two
+# columns lie in one thread, which writes lse.
+SUM_MANTISSAS = (0, 0, 1, 2, 3, 4, 5, 7)
 # Exact operands, folded: a column of the value product sums the codes of keys whose V exponents lie in one window of so
 # many, from the smallest that V's exponents have. Keys above the last window are summed apart.
 SUM_WINDOW, SUM_WINDOWS = 16, 8

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flamia import formats
-from flamia.bounds import FOLD_RANGE, SUM_WINDOW, SUM_WINDOWS, uneven_documents
+from flamia.bounds import FOLD_RANGE, SUM_MANTISSAS, SUM_WINDOW, SUM_WINDOWS, uneven_documents
 from flamia.documents import Documents
 from flamia.plan import Plan
 from flamia.quantize.payloads import E4M3Payload, Payloads
@@ -117,6 +117,7 @@ class _ForwardRows:
         self.x_max, self.reference, self.total = full(-torch.inf), full(-torch.inf), full(0.0)
         self.top = full(_NONE, torch.int32)  # largest exponent of V among keys seen so far
         self.out = torch.zeros(n, m, d, device=q.device)
+        self.pairs = torch.zeros(n, m, len(SUM_MANTISSAS) // 2, device=q.device)  # row sums by the tensor core
 
     def visit(self, run: Run, v: Tensor, e_v: Tensor) -> None:
         """Add the keys of a run, one tile after the other."""
@@ -146,28 +147,46 @@ class _ForwardRows:
         counted = p.to(torch.float64)
         if recipe.row_sum == "codes":
             counted = torch.where(e_v >= self.top.unsqueeze(-1) - FOLD_RANGE, codes, counted)
-        sums = (counted * formats.pow2(-e_v)).sum(-1).to(torch.float32)
+        sums, pairs = (counted * formats.pow2(-e_v)).sum(-1).to(torch.float32), None
         if self.even is not None:
-            tops = e_v.amax(-1, keepdim=True)
-            column = formats.pow2((tops - e_v).clamp(max=FOLD_RANGE)).transpose(1, 2)
-            by_core = hopper_product(codes, column).squeeze(-1) * formats.pow2(-tops).squeeze(-1)
-            sums = torch.where(self.even.unsqueeze(-1), by_core, sums)
+            pairs = _pair_sums(codes, e_v)
         elif self.hopper and self.plan.per_token and recipe.row_sum == "codes":
             sums = _window_sums(codes, counted, e_v)
         factor = torch.where(now == self.reference, 1.0, exp2(self.reference - now))
         self.out = self.out * factor.unsqueeze(-1) + self.product(codes, v)
         self.total = self.total * factor + sums
+        if pairs is not None:
+            self.pairs = self.pairs * factor.unsqueeze(-1) + pairs
         self.fraction, self.reference, self.x_max = f, now, torch.maximum(self.x_max, top_x)
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """o [N, m, D], lse2 [N, m], M [N, m]."""
-        bad, seen = self.total.isnan(), self.total > 0
-        inverse = torch.where(seen, 1.0 / torch.where(seen, self.total, 1.0), 0.0)
-        lse2 = torch.where(seen, self.reference + (log2(self.total) - self.plan.recipe.p_shift), -torch.inf)
+        total, weighed = self.total, torch.ones_like(self.total)
+        count = total
+        if self.even is not None:
+            even, (first, *rest) = self.even.unsqueeze(-1), self.pairs.unbind(-1)
+            count = torch.where(even, first * 0.5, total)
+            total = torch.where(even, (first + rest[0]) + (rest[1] + rest[2]), total)
+            weighed = torch.where(even, sum(1 + m / 8 for m in SUM_MANTISSAS), weighed)
+        bad, seen = total.isnan(), total > 0
+        inverse = torch.where(seen, weighed / torch.where(seen, total, 1.0), 0.0)
+        lse2 = torch.where(seen, self.reference + (log2(count) - self.plan.recipe.p_shift), -torch.inf)
         m = self.fraction + torch.ceil(self.x_max - self.fraction)
         m = torch.where(self.fraction == -torch.inf, 0.0, m)
-        inverse, lse2 = torch.where(bad, self.total, inverse), torch.where(bad, self.total, lse2)
+        inverse, lse2 = torch.where(bad, total, inverse), torch.where(bad, total, lse2)
         return self.out * inverse.unsqueeze(-1), lse2, m
+
+
+def _pair_sums(codes: Tensor, e_v: Tensor) -> Tensor:
+    """Sums FP32 [N, m, 4] of codes times 2^-e_V as Hopper's tensor core makes them: two of ``SUM_MANTISSAS`` together.
+
+    e_v: int32 [N, 1, w], of documents whose exponents vary by at most ``FOLD_RANGE``.
+    """
+    tops = e_v.amax(-1, keepdim=True)
+    column = formats.pow2((tops - e_v).clamp(max=FOLD_RANGE)).transpose(1, 2)
+    columns = column * (1 + torch.tensor(SUM_MANTISSAS, device=e_v.device) / 8)
+    sums = hopper_product(codes, columns).unflatten(-1, (-1, 2))
+    return (sums[..., 0] + sums[..., 1]) * formats.pow2(-tops)
 
 
 def _window_sums(codes: Tensor, counted: Tensor, e_v: Tensor) -> Tensor:

@@ -3,9 +3,9 @@
 One producer warp loads tiles by TMA, a second one their scales, and two warpgroups of 64 queries each compute. The
 warpgroups take turns at the powers, which both of them together would wait for. A tile's partial output is one
 accumulation of the tensor core, which keeps 13 bits or so, added to FP32 registers afterwards. The value product has
-eight columns more than V: the first holds 2^(top - e_V), top being the tile's largest e_V, so that it sums the codes of
-the weights; the others are zero. With exact operands, nothing may depend on other keys' exponents, so each column sums
-the keys whose e_V lies in a window of its own (``softmax.token_column``).
+eight columns more than V, which sum the codes of the weights: 2^(top - e_V), top being the tile's largest e_V, times
+1 to 1.875 (``bounds.SUM_MANTISSAS``). With exact operands, nothing may depend on other keys' exponents, so each column
+sums the keys whose e_V lies in a window of its own (``softmax.token_column``).
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from flamia.bounds import SUM_WINDOWS
+from flamia.bounds import SUM_MANTISSAS, SUM_WINDOWS
 from flamia.sm90 import softmax
 from flamia.sm90.claims import BoardStorage, board_in, claim, init_board, leave, post, take
 from flamia.sm90.instructions import arrive_after, arrive_after_all, as_float, lane_here, pack_half
@@ -277,7 +277,7 @@ class Forward:
 
     @cute.jit
     def load_scales(self, exponents, scales, sV_words, work, barriers):
-        """Producer warp: claims items; a tile's scales, and the row of V that sums the codes.
+        """Producer warp: claims items; a tile's scales, and the rows of V that sum the codes.
 
         Eight lanes to a block of 32 keys.
         """
@@ -300,8 +300,10 @@ class Forward:
                     top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, 8 << distance))
                 cute.arch.mbarrier_wait(k_empty + stage, phase)
                 cute.arch.mbarrier_wait(v_empty + stage, phase)
-                code = (cutlass.min(top - v, 8) + 7) << 3  # E4M3 of 2^(top - e_V)
-                sV_words[stage, self.head_dim * TILE // 4 + lane] = code * 0x01010101
+                code = (cutlass.min(top - v, 7) + 7) << 3  # E4M3 of 2^(top - e_V)
+                for row in cutlass.range_constexpr(SUM_COLUMNS):
+                    word = (code | SUM_MANTISSAS[row]) * 0x01010101
+                    sV_words[stage, (self.head_dim + row) * TILE // 4 + lane] = word
                 if lane % 8 == 0:
                     scales[stage, block] = as_float(k << 23)
                     scales[stage, 4 + block] = Float32.nan if broken else Float32(v - 127)
@@ -622,7 +624,9 @@ class Forward:
         for r in cutlass.range_constexpr(2):
             factor = rows[r, which]
             if const_expr(not self.exact):
-                sums = rows[r, softmax.EXTRA] if const_expr(self.careful) else p[0, r, self.head_dim // 8] * unit
+                sums = rows[r, softmax.EXTRA]
+                if const_expr(not self.careful):
+                    sums = (p[0, r, self.head_dim // 8] + p[1, r, self.head_dim // 8]) * unit
                 rows[r, softmax.SUM] = rows[r, softmax.SUM] * factor + sums
             elif const_expr(not self.weights):
                 for c in cutlass.range_constexpr(2):
@@ -637,7 +641,7 @@ class Forward:
         mO, mLse, mM = outputs
         kind = "bf16" if const_expr(mO.element_type is BFloat16) else "f16"
         for r in cutlass.range_constexpr(2):
-            inverse, lse2, m = softmax.finish(rows, r, self.p_shift)
+            inverse, lse2, m = softmax.finish(rows, r, self.p_shift, not (self.careful or self.exact))
             i = row + 8 * r
             if i < item.len_q:
                 token = item.q_start + i

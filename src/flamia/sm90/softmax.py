@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from flamia.bounds import FOLD_RANGE, SUM_WINDOW, SUM_WINDOWS
+from flamia.bounds import FOLD_RANGE, SUM_MANTISSAS, SUM_WINDOW, SUM_WINDOWS
 from flamia.quantize.reference import VALUE_MIN_EXPONENT
 from flamia.reference.exponentials import SCHRAUDOLPH_OFFSET
 from flamia.sm90.instructions import (
@@ -359,12 +359,18 @@ def token_column(v: Int32) -> Any:
 
 
 @cute.jit
-def finish(rows: cute.Tensor, r: cutlass.Constexpr, shift: int) -> Any:
-    """(1 / row sum, lse2, M) of row r; zero, -inf and zero where it has seen no key."""
+def finish(rows: cute.Tensor, r: cutlass.Constexpr, shift: int, columns: cutlass.Constexpr) -> Any:
+    """(1 / row sum, lse2, M) of row r; zero, -inf and zero where it has seen no key.
+
+    columns: sums are those of ``bounds.SUM_MANTISSAS``, two columns a thread. lse2 is then right in the row's first.
+    """
     total = quad_sum(rows[r, SUM])
+    weighed, count = Float32(1.0), total
+    if const_expr(columns):
+        weighed, count = Float32(sum(1 + m / 8 for m in SUM_MANTISSAS)), rows[r, SUM] * 0.5
     top = quad_max(rows[r, TOP_X])
     seen = rows[r, F] != -Float32.inf
-    inverse = 1.0 / total if seen else Float32(0.0)
-    lse2 = rows[r, R] + log2(total) - shift if seen else -Float32.inf
+    inverse = weighed / total if seen else Float32(0.0)
+    lse2 = rows[r, R] + log2(count) - shift if seen else -Float32.inf
     m = rows[r, F] + ceil(top - rows[r, F]) if seen else Float32(0.0)
     return inverse, lse2, m
