@@ -8,10 +8,6 @@ product is fused into a sum.
 Tiles. A kernel holds a tile of tokens x D as four chunks of D/4 columns (two of 16 at D = 32, three of 32 at D = 96;
 the others are zeros). Every thread then owns the same columns of all chunks, so that the two widest strides of the
 butterfly, and the first halvings of a tree sum, are plain additions between registers.
-
-A paired tile holds the same columns, but a pair of chunks takes turns by 8 of them: chunks 0 and 1 hold the first and
-the last 8 of every 16 columns of their half of the tile, chunks 2 and 3 those of the other half. A thread that loads 16
-bytes at a time then owns whole NVFP4 groups: their maxima, scales and words need no other thread.
 """
 
 # Kernels take pointers and tiles, which have no Python types.
@@ -327,7 +323,7 @@ def _word_assembly(quotient: str) -> str:
 
     The code of a magnitude a <= 6 is 2a below 2, a + 2 below 4 and a / 2 + 4 from there, rounded to nearest even. A sum
     whose last bit is worth 1 and, from the next power of two on, 2 makes the last two: a + (2^24 - 4). The smaller of
-    it and of 2a + (2^24 - 6), rounded once each, has bits that are a constant plus the code; rounding keeps their order.
+    it and of 2a + (2^24 - 6), rounded once each, has the bits of a constant plus the code; rounding keeps their order.
     Eight such integers become a word in eight steps, modulo 2^32. Signs are those of x: a permutation of bytes repeats
     the sign of one in the lower and that of another in the upper half of a register, and four of those are merged by
     masks.
@@ -486,26 +482,6 @@ def eighths_amax(x, R: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def join_pair(a, b, N: tl.constexpr):
-    """Parts [R, P] of a pair of chunks, N of them per 8 columns, in the order of the columns: [R, 2 P]."""
-    R: tl.constexpr = a.shape[0]
-    P: tl.constexpr = a.shape[1]
-    y = tl.join(tl.reshape(a, (R, P // N, N)), tl.reshape(b, (R, P // N, N)))
-    return tl.reshape(tl.permute(y, (0, 1, 3, 2)), (R, 2 * P))
-
-
-@triton.jit
-def nvfp4_pair(a, b, amax_a, amax_b, R: tl.constexpr, W: tl.constexpr, SHORT: tl.constexpr):
-    """``nvfp4_rows`` of a pair of chunks [R, W] and their maxima of 8: words [R, W / 4], UE4M3 codes [R, W / 8]."""
-    code, scale = _nvfp4_scale(tl.maximum(amax_a, amax_b))
-    x0, x1, x2, x3, x4, x5, x6, x7 = eighths(a, R, W)
-    first = _divided_words(x0, x1, x2, x3, x4, x5, x6, x7, scale, SHORT)
-    x0, x1, x2, x3, x4, x5, x6, x7 = eighths(b, R, W)
-    second = _divided_words(x0, x1, x2, x3, x4, x5, x6, x7, scale, SHORT)
-    return join_pair(first, second, 1), code
-
-
-@triton.jit
 def nvfp4_rows(x, amax, R: tl.constexpr, W: tl.constexpr, SHORT: tl.constexpr):
     """NVFP4 of x [R, W] with a scale per 16 columns; amax: ``eighths_amax`` of it; SHORT: as ``nvfp4_columns``.
 
@@ -565,13 +541,11 @@ def keep(x):
 
 
 @triton.jit
-def _butterfly_chunk(
-    x, R: tl.constexpr, W: tl.constexpr, IN_PLACE: tl.constexpr, FIRST: tl.constexpr = 0, END: tl.constexpr = 10
-):
+def _butterfly_chunk(x, R: tl.constexpr, W: tl.constexpr, IN_PLACE: tl.constexpr):
     # Each column fetches its partner and nothing moves: a sum of both less one's own compiles to a register or a
     # shuffle, whichever holds the partner. A product with +-1 is exact, so that the fused sum is the twin's.
     sign = tl.where(tl.arange(0, 2) == 0, 1.0, -1.0)[None, None, :, None]
-    for k in tl.static_range(FIRST, END):
+    for k in tl.static_range(0, 10):
         if (1 << k) < W:
             y = tl.reshape(x, (R, W // (2 << k), 2, 1 << k))
             if COMPILED and IN_PLACE:
@@ -585,32 +559,15 @@ def _butterfly_chunk(
 
 
 @triton.jit
-def _butterfly_pair(a, b, R: tl.constexpr, W: tl.constexpr, IN_PLACE: tl.constexpr):
-    a, b = _butterfly_chunk(a, R, W, IN_PLACE, 0, 3), _butterfly_chunk(b, R, W, IN_PLACE, 0, 3)
-    a, b = a + b, a - b
-    return _butterfly_chunk(a, R, W, IN_PLACE, 3), _butterfly_chunk(b, R, W, IN_PLACE, 3)
-
-
-@triton.jit
-def hadamard(
-    x0, x1, x2, x3, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr, IN_PLACE: tl.constexpr = True,
-    PAIRED: tl.constexpr = False,
-):  # fmt: skip
+def hadamard(x0, x1, x2, x3, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr, IN_PLACE: tl.constexpr = True):
     """formats.hadamard of a tile in chunks [R, W]: the same additions in the same order.
 
-    IN_PLACE: keeps the tile's layout; otherwise halves are split and joined. PAIRED: the tile is.
+    IN_PLACE: keeps the tile's layout; otherwise halves are split and joined.
     """
-    if PAIRED:
-        x0, x1 = _butterfly_pair(x0, x1, R, W, IN_PLACE)
-        if D > 2 * W:
-            x2, x3 = _butterfly_pair(x2, x3, R, W, IN_PLACE)
-            x0, x2 = x0 + x2, x0 - x2
-            x1, x3 = x1 + x3, x1 - x3
-    else:
-        x0 = _butterfly_chunk(x0, R, W, IN_PLACE)
-        x1 = _butterfly_chunk(x1, R, W, IN_PLACE)
-        x0, x1 = x0 + x1, x0 - x1
-    if D > 2 * W and not PAIRED:
+    x0 = _butterfly_chunk(x0, R, W, IN_PLACE)
+    x1 = _butterfly_chunk(x1, R, W, IN_PLACE)
+    x0, x1 = x0 + x1, x0 - x1
+    if D > 2 * W:
         x2 = _butterfly_chunk(x2, R, W, IN_PLACE)
         x3 = _butterfly_chunk(x3, R, W, IN_PLACE)
         x2, x3 = x2 + x3, x2 - x3

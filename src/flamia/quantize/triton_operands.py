@@ -35,9 +35,7 @@ from flamia.quantize.triton_formats import (
     eighths,
     eighths_amax,
     hadamard,
-    join_pair,
     nvfp4_columns,
-    nvfp4_pair,
     nvfp4_rows,
     over_tile,
     pow2,
@@ -63,19 +61,38 @@ def chunk_warps(head_dim: int) -> int:
     return chunk_width(head_dim) // 8
 
 
+def group_options(head_dim: int) -> dict[str, int]:
+    """Launch options for which every thread holds 16 columns, an NVFP4 group, of one row of each chunk.
+
+    Registers are limited because the compiler takes some more than it needs: nine programs of 64 threads fit with 112.
+    """
+    return {"num_warps": chunk_width(head_dim) // 16, "maxnreg": 112}
+
+
 @triton.jit
-def load_chunks(pointer, mask, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr, PAIRED: tl.constexpr = False):
-    """A tile of BF16 or FP16 rows in chunks, in pairs or not; pointer [R, W] at chunk 0, mask [R, 1]."""
-    NEXT: tl.constexpr = 8 if PAIRED else W  # columns from chunk 0 to chunk 1, and from 2 to 3
+def load_chunks(pointer, mask, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
+    """A tile of BF16 or FP16 rows in chunks; pointer [R, W] at chunk 0, mask [R, 1]."""
     x0 = tl.load(pointer, mask, 0.0)
-    x1 = tl.load(pointer + NEXT, mask, 0.0)
+    x1 = tl.load(pointer + W, mask, 0.0)
     x2 = tl.zeros((R, W), pointer.dtype.element_ty)
     x3 = x2
     if D > 2 * W:
         x2 = tl.load(pointer + 2 * W, mask, 0.0)
     if D > 3 * W:
-        x3 = tl.load(pointer + (2 * W + NEXT), mask, 0.0)
+        x3 = tl.load(pointer + 3 * W, mask, 0.0)
     return x0, x1, x2, x3
+
+
+@triton.jit
+def _load_groups(pointer, mask, R: tl.constexpr, W: tl.constexpr):
+    """A chunk [R, W] in FP32; pointer [R, W / 2] at the first 8 of every 16 columns, mask [R, 1].
+
+    A load gives a thread 8 columns, 16 bytes. Two of them side by side are an NVFP4 group, whose maximum, scale and
+    words then need no other thread, and a stage of the butterfly less for shuffles.
+    """
+    a, b = widen(tl.load(pointer, mask, 0.0)), widen(tl.load(pointer + 8, mask, 0.0))
+    y = tl.join(tl.reshape(a, (R, W // 16, 8)), tl.reshape(b, (R, W // 16, 8)))
+    return tl.reshape(tl.permute(y, (0, 1, 3, 2)), (R, W))
 
 
 @triton.jit
@@ -93,12 +110,10 @@ def chunk_words(x, R: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def join_chunks(w0, w1, w2, w3, CHUNKS: tl.constexpr):
-    """Parts [R, P] of the chunks of a tile side by side: [R, P], [R, 2 P] or, for three chunks too, [R, 4 P]."""
+    """Parts [R, P] of the chunks of a tile side by side: [R, 2 P] or, for three chunks too, [R, 4 P]."""
     R: tl.constexpr = w0.shape[0]
     P: tl.constexpr = w0.shape[1]
-    if CHUNKS == 1:
-        return w0
-    elif CHUNKS == 2:
+    if CHUNKS == 2:
         return tl.reshape(tl.permute(tl.join(w0, w1), (0, 2, 1)), (R, 2 * P))
     else:
         return tl.reshape(tl.permute(tl.join(tl.join(w0, w1), tl.join(w2, w3)), (0, 3, 2, 1)), (R, 4 * P))
@@ -120,8 +135,7 @@ def store_chunks(w0, w1, w2, w3, pointer, mask, CHUNKS: tl.constexpr):
     P: tl.constexpr = w0.shape[1]
     pointer += tl.arange(0, P)[None, :]
     tl.store(pointer, w0, mask)
-    if CHUNKS > 1:
-        tl.store(pointer + P, w1, mask)
+    tl.store(pointer + P, w1, mask)
     if CHUNKS > 2:
         tl.store(pointer + 2 * P, w2, mask)
     if CHUNKS > 3:
@@ -190,8 +204,7 @@ def _store_nvfp4_columns(x, pointer, scale_pointer, words, groups, SHORT: tl.con
 
 @triton.jit
 def store_nvfp4_columns(
-    x0, x1, x2, x3, pointer, scale_pointer, capacity, CHUNKS: tl.constexpr, SHORT: tl.constexpr,
-    PAIRED: tl.constexpr = False,
+    x0, x1, x2, x3, pointer, scale_pointer, capacity, CHUNKS: tl.constexpr, SHORT: tl.constexpr
 ):  # fmt: skip
     """NVFP4 along the rows of a tile; the pointers (int32, uint8) at its first channel and position; capacity: C.
 
@@ -199,15 +212,13 @@ def store_nvfp4_columns(
     """
     W: tl.constexpr = x0.shape[1]
     words, groups = capacity // 8, capacity // 16
-    first = join_pair(x0, x1, 8) if PAIRED else join_chunks(x0, x1, x2, x3, 2)
-    _store_nvfp4_columns(first, pointer, scale_pointer, words, groups, SHORT)
+    _store_nvfp4_columns(join_chunks(x0, x1, x2, x3, 2), pointer, scale_pointer, words, groups, SHORT)
     pointer += 2 * W * words
     scale_pointer += 2 * W * groups
     if CHUNKS == 3:
         _store_nvfp4_columns(x2, pointer, scale_pointer, words, groups, SHORT)
     if CHUNKS == 4:
-        second = join_pair(x2, x3, 8) if PAIRED else join_chunks(x2, x3, x0, x1, 2)
-        _store_nvfp4_columns(second, pointer, scale_pointer, words, groups, SHORT)
+        _store_nvfp4_columns(join_chunks(x2, x3, x0, x1, 2), pointer, scale_pointer, words, groups, SHORT)
 
 
 @triton.jit
@@ -220,7 +231,7 @@ def _e2m1_words(x, scale, R: tl.constexpr, W: tl.constexpr, SHORT: tl.constexpr)
 
 @triton.jit
 def _clear_columns(pointer, stride, C: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
-    """Zeros in N elements of each of D <= C channels; pointer: at the first one's; stride: elements between channels."""
+    """Zeros in N elements of each of D <= C channels; pointer: at the first one's; stride: elements from one on."""
     channel = tl.arange(0, C)[:, None]
     zeros = tl.zeros((C, N), pointer.dtype.element_ty)
     tl.store(pointer + channel * stride + tl.arange(0, N)[None, :], zeros, channel < D)
@@ -236,23 +247,20 @@ def _operand_kernel(
     ROWS4: tl.constexpr, COLUMNS4: tl.constexpr, TOKENS4: tl.constexpr, AMAX: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     CHUNKS: tl.constexpr = D // W
-    PAIRED: tl.constexpr = ROWS4 and CHUNKS != 3  # groups of 16 columns in a thread
-    PARTS: tl.constexpr = CHUNKS // 2 if PAIRED else CHUNKS  # of contiguous columns
     head = tl.program_id(0) % HEADS
     block = tl.program_id(0) // HEADS
     first, valid = tl.load(blocks_ptr + block * 4), tl.load(blocks_ptr + block * 4 + 1)
     rows, document = tl.load(blocks_ptr + block * 4 + 2), tl.load(blocks_ptr + block * 4 + 3)
     # Behind the last token there is only padding. E4M3 alone waits for memory, not for instructions.
-    if ROWS4 or COLUMNS4 or TOKENS4:
-        if rows == 0:
-            padding = capacity_blocks.to(tl.int64) * 32
-            behind = (head.to(tl.int64) * D) * padding + block * R
-            if EIGHT and WITH_COLUMNS:
-                _clear_columns(columns_ptr + behind // 4, padding // 4, 4 * W, R // 4, D)
-            if COLUMNS4:
-                _clear_columns(columns4_ptr + behind // 8, padding // 8, 4 * W, R // 8, D)
-                _clear_columns(column_scales4_ptr + behind // 16, padding // 16, 4 * W, R // 16, D)
-            return
+    if (ROWS4 or COLUMNS4 or TOKENS4) and rows == 0:
+        padded = capacity_blocks.to(tl.int64) * R
+        place = head.to(tl.int64) * D * padded + block * R
+        if EIGHT and WITH_COLUMNS:
+            _clear_columns(columns_ptr + place // 4, padded // 4, 4 * W, R // 4, D)
+        if COLUMNS4:
+            _clear_columns(columns4_ptr + place // 8, padded // 8, 4 * W, R // 8, D)
+            _clear_columns(column_scales4_ptr + place // 16, padded // 16, 4 * W, R // 16, D)
+        return
 
     position = column_token(tl.arange(0, R), ORDER)
     token = first + position
@@ -260,14 +268,23 @@ def _operand_kernel(
     row_mask = written[:, None]
     capacity = capacity_blocks.to(tl.int64) * 32
 
-    d = tl.arange(0, W)[None, :]
-    if PAIRED:
-        d = d // 8 * 16 + d % 8
-    source = x_ptr + head.to(tl.int64) * head_stride + token.to(tl.int64)[:, None] * token_stride + d
-    n0, n1, n2, n3 = load_chunks(source, inside[:, None], R, W, D, PAIRED)
-    x0, x1, x2, x3 = widen_chunks(n0, n1, n2, n3)
+    source = x_ptr + head.to(tl.int64) * head_stride + token.to(tl.int64)[:, None] * token_stride
+    if ROWS4:
+        i = tl.arange(0, W // 2)[None, :]
+        source += i // 8 * 16 + i % 8
+        x0, x1 = _load_groups(source, inside[:, None], R, W), _load_groups(source + W, inside[:, None], R, W)
+        x2, x3 = tl.zeros((R, W), tl.float32), tl.zeros((R, W), tl.float32)
+        if CHUNKS > 2:
+            x2 = _load_groups(source + 2 * W, inside[:, None], R, W)
+        if CHUNKS > 3:
+            x3 = _load_groups(source + 3 * W, inside[:, None], R, W)
+        n0, n1, n2, n3 = x0, x1, x2, x3
+    else:
+        source += tl.arange(0, W)[None, :]
+        n0, n1, n2, n3 = load_chunks(source, inside[:, None], R, W, D)
+        x0, x1, x2, x3 = widen_chunks(n0, n1, n2, n3)
     if ROTATE:
-        x0, x1, x2, x3 = hadamard(x0, x1, x2, x3, R, W, D, True, PAIRED)
+        x0, x1, x2, x3 = hadamard(x0, x1, x2, x3, R, W, D)
         n0, n1, n2, n3 = x0, x1, x2, x3
 
     # Elements before this row in a [T, heads, D] buffer and before this head's channels in a [heads, D, C] one.
@@ -301,11 +318,9 @@ def _operand_kernel(
             w3 = chunk_words(x3 * scale, R, W)
         zero = (e == 128)[:, None]
         w0, w1, w2, w3 = tl.where(zero, 0, w0), tl.where(zero, 0, w1), tl.where(zero, 0, w2), tl.where(zero, 0, w3)
-        if PAIRED:
-            w0, w1 = join_pair(w0, w1, 2), join_pair(w2, w3, 2)
-        store_chunks(w0, w1, w2, w3, codes_ptr + row // 4, row_mask, PARTS)
+        store_chunks(w0, w1, w2, w3, codes_ptr + row // 4, row_mask, CHUNKS)
         if WITH_COLUMNS:
-            words = join_chunks(w0, w1, w2, w3, PARTS)
+            words = join_chunks(w0, w1, w2, w3, CHUNKS)
             columns = columns_ptr + channels * (capacity // 4) + block * (R // 4)
             store_columns(words, columns, capacity // 4, D)
     if TOKENS4:
@@ -317,19 +332,8 @@ def _operand_kernel(
         w2, w3 = w0, w1
         if CHUNKS > 2:
             w2, w3 = _e2m1_words(x2, scale, R, W, not ROTATE), _e2m1_words(x3, scale, R, W, not ROTATE)
-        if PAIRED:
-            w0, w1 = join_pair(w0, w1, 1), join_pair(w2, w3, 1)
-            store_chunks(w0, w1, w2, w3, tokens4_ptr + row // 8, row_mask, PARTS)
-        else:
-            store_rows(join_chunks(w0, w1, w2, w3, CHUNKS), tokens4_ptr + row // 8, row_mask, D // 8)
-    if ROWS4 and PAIRED:
-        w0, s0 = nvfp4_pair(x0, x1, m0, m1, R, W, not ROTATE)
-        w1, s1 = w0, s0
-        if CHUNKS > 2:
-            w1, s1 = nvfp4_pair(x2, x3, m2, m3, R, W, not ROTATE)
-        store_chunks(w0, w1, w0, w1, rows4_ptr + row // 8, row_mask, PARTS)
-        store_scales(join_chunks(s0, s1, s0, s1, PARTS), scales4_ptr, row, row_mask, D)
-    elif ROWS4:
+        store_rows(join_chunks(w0, w1, w2, w3, CHUNKS), tokens4_ptr + row // 8, row_mask, D // 8)
+    if ROWS4:
         w0, s0 = nvfp4_rows(x0, m0, R, W, not ROTATE)
         w1, s1 = nvfp4_rows(x1, m1, R, W, not ROTATE)
         w2, s2, w3, s3 = w0, s0, w1, s1
@@ -341,7 +345,7 @@ def _operand_kernel(
     if COLUMNS4:
         codes = columns4_ptr + channels * (capacity // 8) + block * (R // 8)
         scales = column_scales4_ptr + channels * (capacity // 16) + block * (R // 16)
-        store_nvfp4_columns(x0, x1, x2, x3, codes, scales, capacity, CHUNKS, not ROTATE, PAIRED)
+        store_nvfp4_columns(x0, x1, x2, x3, codes, scales, capacity, CHUNKS, not ROTATE)
 
 
 def check_tensor(name: str, x: Tensor) -> None:
@@ -417,6 +421,7 @@ def quantize_operand(
     if eight and columns4 and ORDERS[eight.columns] != 0:
         raise ValueError("permuted E4M3 columns and NVFP4 columns cannot come from one launch")
 
+    options = group_options(dim) if rows4 else {"num_warps": chunk_warps(dim)}
     if capacity and heads:
         _operand_kernel[(capacity // ROWS * heads,)](
             x, x.stride(0), x.stride(1), tables.blocks, e4m3.codes.view(torch.int32), e4m3.exponents,
@@ -427,7 +432,7 @@ def quantize_operand(
             W=chunk_width(dim), R=ROWS, ROTATE=rotate, EIGHT=eight is not None, PER_TOKEN=per_token,
             WITH_COLUMNS=eight is not None and eight.columns is not None, ORDER=order,
             ROWS4=rows4 is not None, COLUMNS4=columns4 is not None, TOKENS4=tokens4 is not None,
-            AMAX=maxima is not None, LEAST=least, num_warps=chunk_warps(dim), **EXACT,
+            AMAX=maxima is not None, LEAST=least, **options, **EXACT,
         )  # fmt: skip
     # In the order of the specs, which is that of Payloads.flatten.
     return {spec.name: made[spec.name] for spec in specs}, amax
