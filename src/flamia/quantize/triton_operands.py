@@ -71,10 +71,10 @@ def group_options(head_dim: int) -> dict[str, int]:
 
 @triton.jit
 def load_chunks(pointer, mask, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
-    """A tile of BF16 or FP16 rows in chunks; pointer [R, W] at chunk 0, mask [R, 1]."""
+    """A tile of BF16 or FP16 rows in chunks; pointer [R, W], or some of its columns, at chunk 0, mask [R, 1]."""
     x0 = tl.load(pointer, mask, 0.0)
     x1 = tl.load(pointer + W, mask, 0.0)
-    x2 = tl.zeros((R, W), pointer.dtype.element_ty)
+    x2 = tl.zeros(pointer.shape, pointer.dtype.element_ty)
     x3 = x2
     if D > 2 * W:
         x2 = tl.load(pointer + 2 * W, mask, 0.0)
@@ -84,15 +84,25 @@ def load_chunks(pointer, mask, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr
 
 
 @triton.jit
-def _load_groups(pointer, mask, R: tl.constexpr, W: tl.constexpr):
-    """A chunk [R, W] in FP32; pointer [R, W / 2] at the first 8 of every 16 columns, mask [R, 1].
+def _groups(a, b):
+    """The chunk, FP32, whose columns are 8 of a and 8 of b [R, P] in turns: [R, 2 P]."""
+    R: tl.constexpr = a.shape[0]
+    P: tl.constexpr = a.shape[1]
+    y = tl.join(tl.reshape(widen(a), (R, P // 8, 8)), tl.reshape(widen(b), (R, P // 8, 8)))
+    return tl.reshape(tl.permute(y, (0, 1, 3, 2)), (R, 2 * P))
+
+
+@triton.jit
+def load_groups(pointer, mask, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
+    """A tile in FP32 chunks; pointer [R, W / 2] at the first 8 of every 16 columns of chunk 0, mask [R, 1].
 
     A load gives a thread 8 columns, 16 bytes. Two of them side by side are an NVFP4 group, whose maximum, scale and
-    words then need no other thread, and a stage of the butterfly less for shuffles.
+    words then need no other thread, and the butterfly a stage of shuffles less. The loads of the first halves touch
+    every sector: where the compiler keeps two of the others back, the cache has what they want.
     """
-    a, b = widen(tl.load(pointer, mask, 0.0)), widen(tl.load(pointer + 8, mask, 0.0))
-    y = tl.join(tl.reshape(a, (R, W // 16, 8)), tl.reshape(b, (R, W // 16, 8)))
-    return tl.reshape(tl.permute(y, (0, 1, 3, 2)), (R, W))
+    a0, a1, a2, a3 = load_chunks(pointer, mask, R, W, D)
+    b0, b1, b2, b3 = load_chunks(pointer + 8, mask, R, W, D)
+    return _groups(a0, b0), _groups(a1, b1), _groups(a2, b2), _groups(a3, b3)
 
 
 @triton.jit
@@ -272,12 +282,7 @@ def _operand_kernel(
     if ROWS4:
         i = tl.arange(0, W // 2)[None, :]
         source += i // 8 * 16 + i % 8
-        x0, x1 = _load_groups(source, inside[:, None], R, W), _load_groups(source + W, inside[:, None], R, W)
-        x2, x3 = tl.zeros((R, W), tl.float32), tl.zeros((R, W), tl.float32)
-        if CHUNKS > 2:
-            x2 = _load_groups(source + 2 * W, inside[:, None], R, W)
-        if CHUNKS > 3:
-            x3 = _load_groups(source + 3 * W, inside[:, None], R, W)
+        x0, x1, x2, x3 = load_groups(source, inside[:, None], R, W, D)
         n0, n1, n2, n3 = x0, x1, x2, x3
     else:
         source += tl.arange(0, W)[None, :]
