@@ -78,7 +78,7 @@ def compile_instead(kernel, *arguments, grid, warmup, **options):
     if key in seen:
         return
     seen.add(key)
-    flags = {k: v for k, v in options.items() if k in ("num_warps", "num_stages", "enable_fp_fusion")}
+    flags = {k: v for k, v in options.items() if k in ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")}
     for chip in CHIPS:
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
         compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=flags)

@@ -36,7 +36,7 @@ compiled = {}
 
 def launch(kernel, *arguments, grid, warmup, **options):
     signature, constants, aligned = describe(kernel, arguments, options)
-    flags = {k: v for k, v in options.items() if k in ("num_warps", "num_stages", "enable_fp_fusion")}
+    flags = {k: v for k, v in options.items() if k in ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")}
     key = (kernel.__name__, str(sorted(signature.items())), str(sorted(map(str, constants.items()))))
     if key not in compiled:
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)

@@ -170,7 +170,9 @@ def cases(draw, dims=(32, 64, 96, 128)):
 
 
 def document_maxima(table, cu):
-    pairs = zip(cu.tolist(), cu.tolist()[1:], strict=False)
+    pairs = list(zip(cu.tolist(), cu.tolist()[1:], strict=False))
+    if not pairs:
+        return table.new_zeros(table.shape[0], 0)
     return torch.stack([table[:, a:b].amax(1) if b > a else table.new_zeros(table.shape[0]) for a, b in pairs], 1)
 
 
@@ -197,6 +199,24 @@ def check_operands(recipe, drawn, columns):
     same(ours.payloads.v_amax, theirs.v_amax, "v_amax")
     same(ours.k_maxima, document_maxima(theirs.k_amax, case.documents.cu_seqlens_k), "k_maxima")
     same(ours.v_maxima, document_maxima(theirs.v_amax, case.documents.cu_seqlens_k), "v_maxima")
+
+
+@pytest.fixture
+def poison():
+    """Allocations are filled: NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("lengths", "tail"), [([1, 31, 0, 33, 127], 5), ([], 40), ([0, 0, 0], 33)], ids=str)
+@pytest.mark.parametrize("recipe", ["nvfp4", FP4])
+def test_padding_and_tokens_of_no_document_are_written(recipe, lengths, tail, poison):
+    """Most lengths leave blocks of the column payloads to no token at all."""
+    case = Case(lengths, lengths, 1, 1, 32, torch.bfloat16, tail, 0)
+    blocks = work_lists(case.documents, None, 0).q.blocks
+    assert (blocks[:, 2] == 0).any() == (len(lengths) > 0)
+    check_operands(recipe, (case, 1, 1, 32), True)
 
 
 @pytest.mark.parametrize("rotate", [False, True])

@@ -315,31 +315,30 @@ def largest_of_eight(x0, x1, x2, x3, x4, x5, x6, x7):
 
 
 _SELECT = "lop3.b32 {}, {}, {}, 0x{:08X}, 0xE4;"  # bits of the first where the mask has ones, else of the second
+_FIRST_SUM = 0x4B7FFFFA  # 2^24 - 6, FP32
 
 
 def _word_assembly(quotient: str) -> str:
     """PTX that makes $0, a word of E2M1 codes of eight quotients; ``quotient`` computes q of x, one of $1 ... $8.
 
-    The code of a magnitude a <= 6 is the smallest of 2a, a + 2 and a / 2 + 4, rounded to nearest even. Sums with 2^23
-    round each of the three once and leave it in the last bits; rounding keeps their order. Eight such integers, whose
-    last four bits count, become a word in seven steps. Signs are those of x: a permutation of bytes repeats the sign
-    of one in the lower and that of another in the upper half of a register, and four of those are merged by masks.
+    The code of a magnitude a <= 6 is 2a below 2, a + 2 below 4 and a / 2 + 4 from there, rounded to nearest even. A sum
+    whose last bit is worth 1 and, from the next power of two on, 2 makes the last two: a + (2^24 - 4). The smaller of
+    it and of 2a + (2^24 - 6), rounded once each, has the bits of a constant plus the code; rounding keeps their order.
+    Eight such integers become a word in eight steps, modulo 2^32. Signs are those of x: a permutation of bytes repeats
+    the sign of one in the lower and that of another in the upper half of a register, and four of those are merged by
+    masks.
     """
-    lines = [".reg .f32 q, a, b, c;", ".reg .b32 i, j, k, low, high, m, n;"]
+    lines = [".reg .f32 q, a, b;", ".reg .b32 i, j, low, m, n;"]
     lines += [f".reg .b32 c{e};" for e in range(8)] + [f".reg .b32 s{e};" for e in range(4)]
     for e in range(8):
         lines += [
             quotient.replace("x", f"${e + 1}"),
             "abs.f32 q, q; min.f32 q, q, 0f40C00000;",  # 6
-            "fma.rn.f32 a, q, 0f40000000, 0f4B000000;",  # 2 q + 2^23
-            "add.rn.f32 b, q, 0f4B000002;",
-            "fma.rn.f32 c, q, 0f3F000000, 0f4B000004;",
-            f"mov.b32 i, a; mov.b32 j, b; mov.b32 k, c; min.s32 i, i, j; min.s32 c{e}, i, k;",
+            f"fma.rn.f32 a, q, 0f40000000, 0f{_FIRST_SUM:08X}; add.rn.f32 b, q, 0f{_FIRST_SUM + 2:08X};",
+            f"mov.b32 i, a; mov.b32 j, b; min.s32 c{e}, i, j;",
         ]
-    for half, e in (("low", 0), ("high", 4)):
-        lines += [f"mad.lo.s32 {half}, c{e + 3}, 16, c{e + 2};"]
-        lines += [f"mad.lo.s32 {half}, {half}, 16, c{i};" for i in (e + 1, e)]
-    lines += ["prmt.b32 low, low, high, 0x5410;"]
+    lines += ["mad.lo.s32 low, c7, 16, c6;"] + [f"mad.lo.s32 low, low, 16, c{e};" for e in range(5, -1, -1)]
+    lines += [f"sub.s32 low, low, 0x{_FIRST_SUM * 0x11111111 % 2**32:08X};"]
     lines += [f"mov.b32 i, ${e + 1}; mov.b32 j, ${e + 5}; prmt.b32 s{e}, i, j, 0xFFBB;" for e in range(4)]
     lines += [_SELECT.format("m", "s0", "s1", 0x000F000F), _SELECT.format("n", "s2", "s3", 0x0F000F00)]
     lines += [_SELECT.format("m", "m", "n", 0x00FF00FF), _SELECT.format("$0", "m", "low", 0x88888888)]
@@ -349,21 +348,21 @@ def _word_assembly(quotient: str) -> str:
 def _short_assembly() -> str:
     """The same for products of $9 and numbers of at most 11 significant bits, as BF16 and FP16 tensors hold.
 
-    FP16 tells such a quotient from a tie, so that two elements at a time are rounded: by sums with 2^10.
+    FP16 tells such a quotient from a tie, so that two elements at a time are rounded: by sums with 2^11.
     """
-    lines = [".reg .f32 x, y;", ".reg .b32 a, b, c, low, m, n, six, two, half, m0, m2, m4;"]
+    first = 0x67FA  # 2^11 - 6
+    lines = [".reg .f32 x, y;", ".reg .b32 a, b, low, m, n, six, two, ma, mb;"]
     lines += [f".reg .b32 c{e}, q{e};" for e in range(4)]
-    values = (("six", 0x4600), ("two", 0x4000), ("half", 0x3800), ("m0", 0x6400), ("m2", 0x6402), ("m4", 0x6404))
+    values = (("six", 0x4600), ("two", 0x4000), ("ma", first), ("mb", first + 2))
     lines += [f"mov.b32 {name}, 0x{bits:04X}{bits:04X};" for name, bits in values]
     for e in range(4):
         lines += [
             f"mul.rn.f32 x, ${e + 1}, $9; mul.rn.f32 y, ${e + 5}, $9; cvt.rn.f16x2.f32 q{e}, y, x;",
             f"abs.f16x2 a, q{e}; min.f16x2 a, a, six;",
-            "fma.rn.f16x2 b, a, two, m0; fma.rn.f16x2 c, a, half, m4; add.rn.f16x2 a, a, m2;",
-            f"min.f16x2 b, b, c; min.f16x2 c{e}, b, a;",
+            f"fma.rn.f16x2 b, a, two, ma; add.rn.f16x2 a, a, mb; min.f16x2 c{e}, b, a;",
         ]
     lines += ["mad.lo.s32 low, c3, 16, c2; mad.lo.s32 low, low, 16, c1; mad.lo.s32 low, low, 16, c0;"]
-    lines += [f"sub.s32 low, low, 0x{0x64006400 * 0x1111 % 2**32:08X};"]  # the sums' leading bits
+    lines += [f"sub.s32 low, low, 0x{first * 0x00010001 * 0x1111 % 2**32:08X};"]  # the sums' leading bits
     lines += ["shr.u32 q0, q0, 12; shr.u32 q1, q1, 8; shr.u32 q2, q2, 4;"]
     lines += [_SELECT.format("m", "q0", "q1", 0x000F000F), _SELECT.format("n", "q2", "q3", 0x0F000F00)]
     lines += [_SELECT.format("m", "m", "n", 0x00FF00FF), _SELECT.format("$0", "m", "low", 0x88888888)]
