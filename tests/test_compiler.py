@@ -65,7 +65,10 @@ def ready(tmp_path_factory):
 
 
 def counts() -> tuple[int, int, int]:
-    return dataclasses.astuple(compiler.statistics())
+    """Kernels compiled, from the cache and from a folder; none is left to Triton's JIT."""
+    *found, jit = dataclasses.astuple(compiler.statistics())
+    assert jit == 0
+    return tuple(found)
 
 
 def start(code: str, **environment: str) -> subprocess.Popen[str]:
@@ -187,7 +190,7 @@ except Exception as error:
     print(type(error).__name__, compiler.statistics())
 """
     said = output(start(blocked + LOAD_SMALL + check, FLAMIA_KERNELS=str(ready), PATH="/nonexistent"))
-    assert said.endswith("Statistics(compiled=0, cached=0, ready=1)")
+    assert said.endswith("Statistics(compiled=0, cached=0, ready=1, jit=0)")
 
 
 @needs_tools
@@ -288,6 +291,12 @@ def test_attention_kernels_from_the_command_line(tmp_path, monkeypatch):
     for kernel in forwards(head_dim=64, heads=(2, 1)):
         assert callable(compiler.load(kernel))
     assert counts() == (0, 0, 2)
+    launches = precompile.select_launches("sm_90a", ["mxfp8"], [64], [2], "causal", "bf16", backward=False)
+    for launch in launches:
+        header, _, image = compiler.ready_file(launch, tmp_path).read_bytes().partition(b"\n")
+        assert json.loads(header)["threads"] == 32 * launch.warps
+        assert image.startswith(b"\x7fELF")
+    assert counts() == (0, 0, 2 + len(launches))
     with pytest.raises(KernelError, match="ratio=4"):
         compiler.load(forwards(head_dim=64, heads=(4, 1))[0])
 
@@ -337,12 +346,16 @@ def test_selected_kernels_of_blackwell():
 def test_the_command_takes_several_targets(monkeypatch, capsys):
     built = []
     monkeypatch.setattr(precompile, "build", lambda kernels, out, jobs: built.extend(kernels))
+    monkeypatch.setattr(precompile, "select_launches", lambda arch, *shapes: [arch])
     words = ["compile", "--out", "nowhere", "--head-dims", "64", "--ratios", "2", "--masks", "causal", "--no-backward"]
     words.append("--arch")
     with pytest.raises(SystemExit) as left:
         cli.main([*words, "sm_90a, sm_100a,sm_103a"])
     assert not left.value.code
-    assert [kernel.arch for kernel in built] == ["sm_90a", "sm_90a", "sm_100a", "sm_103a"]
+    assert [getattr(kernel, "arch", kernel) for kernel in built] == [
+        *("sm_90a", "sm_90a", "sm_100a", "sm_103a"),
+        *("sm_90a", "sm_100a", "sm_103a"),
+    ]
     for arch, said in (("sm_100a,sm_80", "arch='sm_80' is unknown"), (",", "nothing to compile: each of --arch")):
         with pytest.raises(SystemExit) as left:
             cli.main([*words, arch])
@@ -356,7 +369,13 @@ def test_the_command_takes_several_targets(monkeypatch, capsys):
 @needs_tools
 @pytest.mark.slow
 def test_blackwell_kernels_from_the_command_line(tmp_path, monkeypatch):
-    """A folder for both targets, which a machine without the compiler loads."""
+    """A folder for both targets, which a machine without the compiler loads. Of launches, only the dearest."""
+    select_launches = precompile.select_launches
+
+    def few(*shapes):
+        return [launch for launch in select_launches(*shapes) if "_gradient" in launch.kernel and launch.aligned]
+
+    monkeypatch.setattr(precompile, "select_launches", few)
     words = f"compile --arch sm_100a,sm_103a --out {tmp_path} --head-dims 64 --ratios 1 --masks causal --jobs 1"
     with pytest.raises(SystemExit) as left:
         cli.main(words.split())
@@ -366,7 +385,10 @@ def test_blackwell_kernels_from_the_command_line(tmp_path, monkeypatch):
     for arch in ("sm_100a", "sm_103a"):
         for kernel in select(arch=arch, head_dims=(64,)):
             assert callable(compiler.load(kernel))
-    assert counts() == (0, 0, 6)
+        launches = few(arch, ["mxfp8"], [64], [1], "causal", "bf16")
+        assert len(launches) == 2  # with a gradient of lse, and without
+        assert all(compiler.ready_file(launch, tmp_path).is_file() for launch in launches)
+    assert counts() == (0, 0, 10)
 
 
 @pytest.mark.parametrize(

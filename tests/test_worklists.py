@@ -110,42 +110,42 @@ def same(a, b):
 @settings(max_examples=30)
 @given(packings())
 def test_device_lists_are_the_twins(packing):
-    from flamia.quantize import triton_lists
+    from flamia.quantize import lists as device_lists
 
-    lists = triton_lists.work_lists(*packing)
+    lists = device_lists.work_lists(*packing)
     same(lists, work_lists(*packing))
     documents, _, _, tiling = packing
-    words = triton_lists.list_words(documents.total_q, documents.total_k, documents.count, tiling)
+    words = device_lists.list_words(documents.total_q, documents.total_k, documents.count, tiling)
     assert lists.buffer.shape == (words,)
-    same(triton_lists.lists_in(lists.buffer.clone(), documents, tiling), lists)
+    same(device_lists.lists_in(lists.buffer.clone(), documents, tiling), lists)
 
 
 @settings(max_examples=5)
 @given(packings())
 def test_very_many_items_are_sorted(packing):
-    from flamia.quantize import triton_lists
+    from flamia.quantize import lists as device_lists
 
-    with mock.patch.object(triton_lists, "_PLACED", 0):
-        same(triton_lists.work_lists(*packing), work_lists(*packing))
+    with mock.patch.object(device_lists, "_PLACED", 0):
+        same(device_lists.work_lists(*packing), work_lists(*packing))
 
 
 def test_device_lists_of_many_documents():
     """More documents than one step of the running sum, and keys that need 64 bits with long costs."""
-    from flamia.quantize import triton_lists
+    from flamia.quantize import lists as device_lists
 
     generator = torch.Generator().manual_seed(0)
     cu = offsets(torch.randint(0, 4, (2100,), generator=generator).tolist())
     documents = Documents(cu, cu, int(cu[-1]), int(cu[-1]))
-    same(triton_lists.work_lists(documents, None, 0), work_lists(documents, None, 0))
+    same(device_lists.work_lists(documents, None, 0), work_lists(documents, None, 0))
 
 
 def test_costs_that_need_wide_keys():
-    from flamia.quantize import triton_lists
+    from flamia.quantize import lists as device_lists
 
     cu_q, cu_k = offsets([40, 70000]), offsets([3, 1 << 20])
     documents = Documents(cu_q, cu_k, 70040, (1 << 20) + 3)
     tiling = Tiling(forward=64, backward=1 << 20, keys=1, queries=1 << 20)
-    device, twin = (f(documents, None, 0, tiling).forward for f in (triton_lists.work_lists, work_lists))
+    device, twin = (f(documents, None, 0, tiling).forward for f in (device_lists.work_lists, work_lists))
     assert torch.equal(device.items, twin.items)
 
 

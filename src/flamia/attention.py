@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flamia.backends import KERNELS, native_backend, native_recipe, native_target, served
+from flamia.backends import KERNELS, call_launches, native_backend, native_recipe, native_target, served
 from flamia.compiler import load
+from flamia.launch import preload
 from flamia.operators import attention_forward, last_plan
 from flamia.recipe import Recipe, get_recipe, recipes
 
@@ -202,8 +203,11 @@ def warmup(
     plan = last_plan()
     assert plan is not None
     if plan.backend in KERNELS:
-        for kernel in KERNELS[plan.backend].call_kernels(plan, dtype, native_target(q.device)):
+        target = native_target(q.device)
+        for kernel in KERNELS[plan.backend].call_kernels(plan, dtype, target):
             load(kernel)
+        with torch.cuda.device(q.device):
+            preload(call_launches(plan, dtype, target))
     if q.is_cuda:
         torch.cuda.synchronize(q.device)
 

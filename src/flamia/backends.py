@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from typing import Any
 
 import torch
 
+from flamia.launch import Launch, recording
+from flamia.plan import Plan
 from flamia.recipe import Recipe, get_recipe
 from flamia.sm90 import kernels as sm90
 from flamia.sm100 import kernels as sm100
@@ -24,6 +27,17 @@ BY_ARCH: dict[str, str] = {arch: name for name, room in KERNELS.items() for arch
 def door(backend: str) -> Any:
     """The module that runs a backend's calls. Imported on first use: it needs packages that flamia does without."""
     return importlib.import_module(f"flamia.{backend}.backend")
+
+
+def call_launches(plan: Plan, dtype: torch.dtype, arch: str) -> list[Launch]:
+    """Every launch of row preparation that calls with this plan may need, whatever their sizes.
+
+    With a plan that trains: of its calls without a gradient, too, which take the same attention kernels.
+    """
+    with recording(arch) as launches:
+        for training in dict.fromkeys((False, plan.training)):
+            door(plan.backend).show_launches(dataclasses.replace(plan, training=training), dtype)
+    return list(launches)
 
 
 def native_backend(device: torch.device) -> str | None:

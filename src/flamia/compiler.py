@@ -1,11 +1,12 @@
-"""The one place that compiles kernels of the CuTe DSL: in-process and on-disk caches, and folders of ready libraries.
+"""The one place that compiles kernels of the CuTe DSL: in-process and on-disk caches, and folders of ready kernels.
 
 A kernel is named by what changes its code and by nothing else, so lengths, batches and head counts never compile. What
 is compiled becomes a shared library that loads with apache-tvm-ffi alone; calls load libraries and nothing else, so a
-machine without the DSL runs what another one compiled, from a folder that ``flamia compile`` made.
+machine without the DSL runs what another one compiled, from a folder that ``flamia compile`` made. Such a folder has
+launches of Triton kernels, too (``launch``), under the same rules.
 
 Environment:
-    FLAMIA_KERNELS: a folder of ready libraries; then nothing is compiled, and a kernel that it lacks is an error.
+    FLAMIA_KERNELS: a folder of ready kernels; then the DSL compiles nothing, and a kernel that it lacks is an error.
     FLAMIA_CACHE: where libraries compiled on first use are kept; default ``~/.cache/flamia`` (or XDG_CACHE_HOME's).
 """
 
@@ -27,10 +28,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 FUNCTION = "kernel"  # what a library exports
-INDEX = "index.json"  # of a folder of ready libraries
+INDEX, FORMAT = "index.json", 2  # of a folder of ready kernels, and what it is written like
 ROOT = Path(__file__).parent.parent  # of the packages
 SHIM = Path(__file__).with_name("compiler_shim.c")
 DSL = "nvidia-cutlass-dsl"
@@ -46,6 +47,35 @@ Option = str | int | float | bool
 
 class KernelError(RuntimeError):
     """A kernel that cannot be had here: the message says what is missing, or what is stale, and what to do."""
+
+
+class Product(Protocol):
+    """What a folder holds a file of: a ``Kernel``, or a ``launch.Launch``.
+
+    Attributes:
+        name: as messages, ``last_plan()`` and indexes spell it.
+        source: module that it is made from. arch: what for. options: its (name, value).
+        sources: hash of all that it is made from. toolchain: versions of what makes it.
+        suffix: of its file.
+    """
+
+    suffix: str
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def arch(self) -> str: ...
+    @property
+    def options(self) -> tuple[tuple[str, Option], ...]: ...
+    @property
+    def sources(self) -> str: ...
+    @property
+    def toolchain(self) -> str: ...
+
+    def write(self, path: Path) -> None:
+        """Compile into a file."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +96,23 @@ class Kernel:
     arch: str
     options: tuple[tuple[str, Option], ...]
 
+    suffix = ".so"
+
     @property
     def name(self) -> str:
-        """As messages, ``last_plan()`` and indexes spell it."""
         options = ", ".join(f"{name}={value}" for name, value in self.options)
         return f"{self.source.removeprefix('flamia.')}[{self.arch}]({options})"
+
+    @property
+    def sources(self) -> str:
+        return source_version(self.source, self.builder)
+
+    @property
+    def toolchain(self) -> str:
+        return _compiler_version()
+
+    def write(self, path: Path) -> None:
+        _build(self, path)
 
     def build(self) -> Any:
         """Compile. Imports the DSL."""
@@ -89,12 +131,14 @@ class Statistics:
 
     Attributes:
         compiled: kernels compiled.
-        cached, ready: kernels loaded from the cache, and from a folder of ready libraries.
+        cached, ready: kernels loaded from the cache, and from a folder, which serves launches of Triton kernels, too.
+        jit: Triton kernels that were left to Triton's JIT, which compiles them or has them in a cache of its own.
     """
 
     compiled: int = 0
     cached: int = 0
     ready: int = 0
+    jit: int = 0
 
 
 _lock = threading.RLock()
@@ -122,29 +166,37 @@ def load(kernel: Kernel) -> Function:
     with _lock:
         found = _functions.get((kernel, folder))
         if found is None:
-            path = _ready(kernel, Path(folder)) if folder else _cached(kernel)
+            path = ready_file(kernel, Path(folder)) if folder else _cached(kernel)
             found = _functions[kernel, folder] = _open(path)
         return found
 
 
-def compile_to(kernel: Kernel, folder: Path) -> Path:
-    """Compile a kernel into a library in a folder, unless it is there; several processes may ask at once."""
+def count_jit() -> None:
+    """Count a Triton kernel that is left to Triton's JIT."""
+    with _lock:
+        _statistics.jit += 1
+
+
+def compile_to(kernel: Product, folder: Path) -> Path:
+    """Compile a kernel into a file in a folder, unless it is there; several processes may ask at once."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _file_name(kernel)
     if path.exists():
         return path
     with _locked(folder / ".locks" / path.stem):
         if not path.exists():
-            _build(kernel, path)
+            kernel.write(path)
+            with _lock:
+                _statistics.compiled += 1
     return path
 
 
 def write_index(folder: Path, made: Iterable[dict[str, Any]]) -> None:
-    """Add entries of kernels whose libraries lie in the folder to its index, in place of those of older sources."""
+    """Add entries of kernels whose files lie in the folder to its index, in place of those of older sources."""
     with _locked(folder / ".locks" / "index"):
-        entries = {e["name"]: e for e in _read_index(folder)} if (folder / INDEX).exists() else {}
+        entries = dict(_read_index(folder)) if (folder / INDEX).exists() else {}
         entries |= {entry["name"]: entry for entry in made}
-        text = json.dumps({"format": 1, "kernels": [entries[name] for name in sorted(entries)]}, indent=1)
+        text = json.dumps({"format": FORMAT, "kernels": [entries[name] for name in sorted(entries)]}, indent=1)
         temporary = folder / f".{INDEX}.{os.getpid()}"
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(folder / INDEX)
@@ -190,7 +242,9 @@ def _module_file(module: str) -> Path | None:
     return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
 
 
+@lru_cache(maxsize=256)
 def _imports(text: bytes) -> list[str]:
+    # Kept, since kernels share modules: parsing them is most of a first call from a folder.
     found = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -200,79 +254,93 @@ def _imports(text: bytes) -> list[str]:
     return [name for name in found if name.startswith("flamia.")]
 
 
-def _version(kernel: Kernel) -> str:
-    return source_version(kernel.source, kernel.builder)
-
-
-def _key(kernel: Kernel) -> str:
+def _key(kernel: Product) -> str:
     return hashlib.sha256(kernel.name.encode()).hexdigest()[:12]
 
 
 @lru_cache(maxsize=1)
 def _compiler_version() -> str:
     names = (DSL, *(distribution for _, distribution, _ in ARCHIVES))
-    return " ".join(f"{name} {_installed(name)}" for name in names)
+    return " ".join(f"{name} {installed(name)}" for name in names)
 
 
-def _installed(distribution: str) -> str:
+@lru_cache(maxsize=16)
+def installed(distribution: str) -> str:
+    """Version of a distribution, "missing" where there is none."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "missing"
 
 
-def _file_name(kernel: Kernel) -> str:
-    version = hashlib.sha256(f"{_version(kernel)} {_compiler_version()}".encode()).hexdigest()[:12]
+def _file_name(kernel: Product) -> str:
+    version = hashlib.sha256(f"{kernel.sources} {kernel.toolchain}".encode()).hexdigest()[:12]
     room = kernel.source.removeprefix("flamia.").replace(".", "-")
-    return f"{room}-{_key(kernel)}-{version}.so"
+    return f"{room}-{_key(kernel)}-{version}{kernel.suffix}"
 
 
 # --------------------------------------------------------------------------------------------- where libraries are
 
 
-def index_entry(kernel: Kernel) -> dict[str, Any]:
+def index_entry(kernel: Product) -> dict[str, Any]:
     """What an index says about a kernel that this process has compiled, or could."""
     return {
         "name": kernel.name,
         "arch": kernel.arch,
         "options": dict(kernel.options),
-        "sources": _version(kernel),
-        "compiler": _compiler_version(),
+        "sources": kernel.sources,
+        "compiler": kernel.toolchain,
         "file": _file_name(kernel),
     }
 
 
-def _read_index(folder: Path) -> list[dict[str, Any]]:
+def _read_index(folder: Path) -> dict[str, dict[str, Any]]:
     path = folder / INDEX
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
+        return _parse_index(path, path.stat().st_mtime_ns)
     except (OSError, ValueError) as error:
         raise KernelError(
             f"FLAMIA_KERNELS={folder} has no readable {INDEX} ({error}): make it with `flamia compile`"
         ) from error
-    if not isinstance(index, dict) or index.get("format") != 1:
+
+
+@lru_cache(maxsize=4)
+def _parse_index(path: Path, modified: int) -> dict[str, dict[str, Any]]:
+    # Once for all kernels of a call. modified: a folder may be added to.
+    index = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise KernelError(f"{path} has a format of another version of flamia: build the folder again")
-    entries: list[dict[str, Any]] = index["kernels"]
-    return entries
+    return {entry["name"]: entry for entry in index["kernels"]}
 
 
-def _ready(kernel: Kernel, folder: Path) -> Path:
-    entry = next((e for e in _read_index(folder) if e["name"] == kernel.name), None)
+def in_index(kernel: Product, folder: Path) -> bool:
+    """Whether a folder has a kernel, current or stale."""
+    return kernel.name in _read_index(folder)
+
+
+def ready_file(kernel: Product, folder: Path) -> Path:
+    """A kernel's file in a folder.
+
+    Raises:
+        KernelError: the folder lacks it, or has it from other sources.
+    """
+    entry = _read_index(folder).get(kernel.name)
     if entry is None:
         raise KernelError(
             f"FLAMIA_KERNELS={folder} has no library for {kernel.name}: add it with "
             f"`flamia compile --arch {kernel.arch} --out {folder}` and the options of this call, or unset "
             "FLAMIA_KERNELS to compile on first use"
         )
-    if entry["sources"] != _version(kernel):
+    if entry["sources"] != kernel.sources:
         raise KernelError(
             f"FLAMIA_KERNELS={folder} is stale: its {kernel.name} was compiled from sources {entry['sources']}, this "
-            f"flamia has {_version(kernel)}; build it again with `flamia compile --arch {kernel.arch} --out {folder}`"
+            f"flamia has {kernel.sources}; build it again with `flamia compile --arch {kernel.arch} --out {folder}`"
         )
     path = folder / str(entry["file"])
     if not path.is_file():
         raise KernelError(f"FLAMIA_KERNELS={folder} is incomplete: {path.name}, which its {INDEX} names, is missing")
-    _statistics.ready += 1
+    with _lock:
+        _statistics.ready += 1
     return path
 
 
@@ -329,8 +397,6 @@ def _build(kernel: Kernel, path: Path) -> None:
         if done.returncode:
             raise KernelError(f"linking {kernel.name} with {compiler} failed: {done.stderr.strip()}")
         library.replace(path)
-    with _lock:
-        _statistics.compiled += 1
 
 
 def _c_compiler() -> str:

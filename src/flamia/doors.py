@@ -1,4 +1,4 @@
-"""What the doors of the kernel backends share: sizes of a device, and how they look at tensors."""
+"""What the doors of the kernel backends share: sizes of a device, how they look at tensors, a call's launches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from flamia.documents import Documents
+from flamia.plan import Plan
+from flamia.quantize.finish import document_prescale, finish_dq
+from flamia.quantize.lists import DRY_TOKENS, work_lists
 from flamia.quantize.payloads import E4M3Payload, Payloads
+from flamia.quantize.prepare import prepare_backward, prepare_forward
+from flamia.quantize.tail import clear_tail, finish_forward
 
 L2_SHARE = 0.5  # of the L2 cache, for what CTAs at work at the same time reread
 
@@ -29,3 +35,39 @@ def e4m3(payloads: Payloads, name: str) -> E4M3Payload:
     payload = payloads[name]
     assert isinstance(payload, E4M3Payload)
     return payload
+
+
+def dry_run(plan: Plan, dtype: torch.dtype, *, columns: bool) -> Payloads:
+    """Row preparation of a call with this plan, and of its backward where the plan trains, on tensors without memory.
+
+    Within ``launch.recording``: it shows every launch that calls of any size may need. columns: of E4M3 payloads, as
+    the door makes them.
+
+    Returns:
+        The payloads of q, k and v.
+    """
+    dim, tokens = plan.head_dim, DRY_TOKENS[0]
+
+    def new(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    cu = new(2, dtype=torch.int32)
+    for size in DRY_TOKENS:
+        work_lists(Documents(cu, cu, size, size), plan.left, plan.right)
+    documents = Documents(cu, cu, tokens, tokens)
+    lists = work_lists(documents, plan.left, plan.right)
+    q, k, v = (new(tokens, heads, dim) for heads in (plan.heads_q, plan.heads_kv, plan.heads_kv))
+    operands = prepare_forward(plan, q, k, v, lists, columns=columns)
+    table = new(plan.heads_q, tokens, dtype=torch.float32)
+    finish_forward(q, table, table, cu)
+    if plan.training:
+        clear_tail(k, v, cu)
+        for dlse in (None, table):
+            gradients = prepare_backward(
+                plan, q, dlse, q, table, table, operands.payloads, documents, lists, columns=columns
+            )
+            maxima = (operands.k_maxima, operands.v_maxima)
+            if plan.recipe.accumulator_scale != "causal":
+                document_prescale(plan, gradients, *maxima, documents)
+            finish_dq(plan, gradients, *maxima, documents, lists.q, q, fragments=True)
+    return operands.payloads

@@ -1,11 +1,11 @@
-"""`flamia compile`: a folder of ready kernel libraries, for machines and jobs that should not compile."""
+"""`flamia compile`: a folder of ready kernels, for machines and jobs that should not compile."""
 
 from __future__ import annotations
 
 import dataclasses
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import product
 from pathlib import Path
@@ -16,8 +16,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flamia.backends import BY_ARCH, KERNELS, native_recipe
-from flamia.compiler import Kernel, compile_to, index_entry, write_index
+from flamia.backends import BY_ARCH, KERNELS, call_launches, native_recipe
+from flamia.compiler import Kernel, Product, compile_to, index_entry, write_index
+from flamia.launch import Launch
 from flamia.plan import Plan
 
 MASKS: dict[str, tuple[int | None, int | None]] = {
@@ -30,7 +31,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def compile_kernels(
-    out: Annotated[Path, typer.Option(help="The folder. Libraries that are there and current are kept.")],
+    out: Annotated[Path, typer.Option(help="The folder. Kernels that are there and current are kept.")],
     arch: Annotated[str, typer.Option(help="sm_90a (Hopper), sm_100a (B200), sm_103a (B300), with commas.")] = "sm_90a",
     recipes: Annotated[str, typer.Option(help="Names of recipes, with commas.")] = "mxfp8",
     head_dims: Annotated[str, typer.Option(help="Head dimensions, with commas.")] = "64,128",
@@ -52,14 +53,15 @@ def compile_kernels(
 ) -> None:
     """Compile kernels for machines without the compiler, and for jobs that should not wait for it.
 
-    Needs no GPU. Use the folder with FLAMIA_KERNELS=FOLDER; the calls made then need apache-tvm-ffi and no compiler.
+    Needs no GPU. Use the folder with FLAMIA_KERNELS=FOLDER; the calls made then need apache-tvm-ffi and no compiler,
+    neither the DSL nor Triton.
     """
     dims, groups = _numbers("head_dims", head_dims), _numbers("ratios", ratios)
     options = (backward, deterministic, causal_scale)
     archs = _words(arch)
-    kernels = [
-        kernel for one in archs for kernel in select(one, _words(recipes), dims, groups, masks, dtypes, *options)
-    ]
+    words = (_words(recipes), dims, groups, masks, dtypes)
+    kernels: list[Product] = [kernel for one in archs for kernel in select(one, *words, *options)]
+    kernels += [launch for one in archs for launch in select_launches(one, *words, *options)]
     if peers:
         from flamia.benchmarks import flash_attention
 
@@ -96,6 +98,44 @@ def select(
     Raises:
         ValueError: a value that is unknown, or one that the architecture has no kernel for.
     """
+    seen: dict[Kernel, None] = {}
+    shapes = (arch, recipes, head_dims, ratios, masks, dtypes)
+    for plan, dtype in _plans(*shapes, backward, deterministic, causal_scale):
+        seen.update(dict.fromkeys(KERNELS[plan.backend].call_kernels(plan, dtype, arch)))
+    yield from seen
+
+
+def select_launches(
+    arch: str,
+    recipes: list[str],
+    head_dims: list[int],
+    ratios: list[int],
+    masks: str,
+    dtypes: str,
+    backward: bool = True,
+    deterministic: bool = False,
+    causal_scale: bool = False,
+) -> list[Launch]:
+    """The distinct launches of Triton kernels around those of ``select``."""
+    # What tells plans apart here is a small part of what tells attention kernels apart.
+    shapes = (arch, recipes, head_dims, ratios[:1], masks, dtypes)
+    seen: dict[Launch, None] = {}
+    for plan, dtype in _plans(*shapes, backward, deterministic, causal_scale):
+        seen.update(dict.fromkeys(call_launches(plan, dtype, arch)))
+    return list(seen)
+
+
+def _plans(
+    arch: str,
+    recipes: list[str],
+    head_dims: list[int],
+    ratios: list[int],
+    masks: str,
+    dtypes: str,
+    backward: bool,
+    deterministic: bool,
+    causal_scale: bool,
+) -> Iterator[tuple[Plan, torch.dtype]]:
     if arch not in BY_ARCH:
         raise ValueError(f"arch={arch!r} is unknown: it must be one of {', '.join(BY_ARCH)}")
     for name, words, known in (("masks", masks, MASKS), ("dtypes", dtypes, DTYPES)):
@@ -104,7 +144,6 @@ def select(
                 raise ValueError(f"{name}={word!r} is unknown: it must be one of {', '.join(known)}")
     backend = BY_ARCH[arch]
     room = KERNELS[backend]
-    seen: set[Kernel] = set()
     shapes = product(head_dims, ratios, _words(masks), _words(dtypes))
     for name, (head_dim, ratio, mask, word) in product(recipes, shapes):
         recipe, dtype = native_recipe(name, backend), DTYPES[word]
@@ -114,18 +153,15 @@ def select(
         made = [recipe, dataclasses.replace(recipe, accumulator_scale="causal")] if causal_scale else [recipe]
         for each in made:
             training = backward and room.unsupported(each, head_dim, dtype, training=True) is None
-            plan = Plan(each, backend, (), head_dim, ratio, 1, 1.0, *MASKS[mask], deterministic, training)
-            fresh = [kernel for kernel in room.call_kernels(plan, dtype, arch) if kernel not in seen]
-            seen.update(fresh)
-            yield from fresh
+            yield Plan(each, backend, (), head_dim, ratio, 1, 1.0, *MASKS[mask], deterministic, training), dtype
 
 
-def build(kernels: list[Kernel], out: Path, jobs: int, console: Console | None = None) -> None:
+def build(kernels: Sequence[Product], out: Path, jobs: int, console: Console | None = None) -> None:
     """Compile into ``out`` in ``jobs`` processes and write its index. The index lists only what is complete."""
     console = console or Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
-        ProcessPoolExecutor(min(jobs, len(kernels)), multiprocessing.get_context("spawn")) as pool,
+        ProcessPoolExecutor(min(jobs, len(kernels)), multiprocessing.get_context("spawn"), _compile_triton) as pool,
         Progress(*columns, console=console) as progress,
     ):
         bar = progress.add_task("kernels", total=len(kernels))
@@ -137,11 +173,16 @@ def build(kernels: list[Kernel], out: Path, jobs: int, console: Console | None =
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    size = sum(file.stat().st_size for file in out.glob("*.so"))
+    size = sum(file.stat().st_size for pattern in ("*.so", "*.launch") for file in out.glob(pattern))
     console.print(f"{len(kernels)} kernels in {out}, {size / 2**20:.1f} MiB. Use them with FLAMIA_KERNELS={out}")
 
 
-def _compile(kernel: Kernel, out: Path) -> dict[str, Any]:
+def _compile_triton() -> None:
+    # Of the process that asks, whose launches may be interpreted; Triton looks when it is imported.
+    os.environ.pop("TRITON_INTERPRET", None)
+
+
+def _compile(kernel: Product, out: Path) -> dict[str, Any]:
     # The entry comes from the process that compiled, should sources change meanwhile.
     compile_to(kernel, out)
     return index_entry(kernel)

@@ -361,6 +361,7 @@ class _Parser:
         counter = 0
         scope = _Scope(None, 0)
         pending: list[tuple[Instr, _Scope, str]] = []
+        last_label, tables = "", {}
         while True:
             self.skip_space()
             if self.pos >= len(self.text):
@@ -386,8 +387,13 @@ class _Parser:
                 name = label.group(1)
                 scope.labels.add(name)
                 kernel.labels[f"{name}@{scope.ident}"] = len(pending)
+                last_label = name
                 continue
             line = self.line
+            if self.text.startswith(".branchtargets", self.pos):
+                text = self.take(self.text.find(";", self.pos) + 1)
+                tables[last_label] = text[:-1].split(None, 1)[1].replace(",", " ").split()
+                continue
             if c == ".":
                 end = self.text.find("\n" if self.text.startswith(".loc", self.pos) else ";", self.pos)
                 self.directive(self.take(end + 1).strip().rstrip(";"), scope, kernel, line)
@@ -396,12 +402,24 @@ class _Parser:
             if end < 0:
                 raise self.fail("a statement is not closed with ';'", line)
             statement = self.take(end + 1)[:-1].strip()
-            pending.append((self.instruction(statement, scope, line), scope, statement))
+            for part in self.chain(statement, tables, scope, line) if statement.startswith("brx.idx") else [statement]:
+                pending.append((self.instruction(part, scope, line), scope, part))
         # branch targets are looked up once every label of the enclosing scopes is known
         for instr, where, _ in pending:
             if instr.parts[0] in ("bra", "brx", "call"):
                 instr.operands = [self.target(x, where, kernel, instr) for x in instr.operands]
         kernel.instrs = [p[0] for p in pending]
+
+    def chain(self, statement: str, tables: dict[str, list[str]], scope: _Scope, line: int) -> list[str]:
+        """An indexed branch as comparisons with one target after another; an index past the table traps."""
+        m = re.fullmatch(r"brx\.idx(?:\.uni)?\s+([\w$%]+)\s*,\s*([\w$]+)", statement)
+        if not m or m.group(2) not in tables:
+            raise self.fail(f"cannot read {statement}, or its table does not come before it", line)
+        scope.regs["%brx"] = Reg("%brx" if scope.ident == 0 else f"%brx@{scope.ident}", 1)
+        parts = []
+        for n, name in enumerate(tables[m.group(2)]):
+            parts += [f"setp.eq.u32 %brx, {m.group(1)}, {n}", f"@%brx bra {name}"]
+        return [*parts, "trap"]
 
     def target(self, operand: object, scope: _Scope | None, kernel: Kernel, instr: Instr) -> Sym:
         if instr.parts[0] != "bra":

@@ -12,10 +12,10 @@ from flamia.benchmarks.workloads import lengths, offsets
 from flamia.documents import Documents
 from flamia.plan import Plan
 from flamia.quantize import reference as twin
+from flamia.quantize.finish import finish_dk_dv, finish_dq
+from flamia.quantize.lists import work_lists
 from flamia.quantize.payloads import Payloads, backward_specs, forward_specs
-from flamia.quantize.triton_finish import finish_dk_dv, finish_dq
-from flamia.quantize.triton_lists import work_lists
-from flamia.quantize.triton_prepare import prepare_backward, prepare_forward
+from flamia.quantize.prepare import prepare_backward, prepare_forward
 from flamia.recipe import get_recipe
 from flamia.reference import backend, folded
 from flamia.worklists import work_lists as lists_twin

@@ -118,9 +118,9 @@ def main():
     global label
     from flamia.documents import Documents
     from flamia.plan import Plan
-    from flamia.quantize import triton_lists
-    from flamia.quantize.triton_finish import finish_dk_dv, finish_dq
-    from flamia.quantize.triton_prepare import prepare_backward, prepare_forward
+    from flamia.quantize import lists as device_lists
+    from flamia.quantize.finish import finish_dk_dv, finish_dq
+    from flamia.quantize.prepare import prepare_backward, prepare_forward
     from flamia.recipe import get_recipe
 
     # Only the launches must not happen; what they would have filled stays uninitialised.
@@ -128,15 +128,15 @@ def main():
     tokens, heads = 256, 16
     cu = torch.tensor([0, 100, tokens], dtype=torch.int32)
     documents = Documents(cu, cu, tokens, tokens)
-    placed, triton_lists._PLACED = triton_lists._PLACED, 0
-    triton_lists.work_lists(documents, None, 0)  # as for very many items
-    triton_lists._PLACED = placed
+    placed, device_lists._PLACED = device_lists._PLACED, 0
+    device_lists.work_lists(documents, None, 0)  # as for very many items
+    device_lists._PLACED = placed
     for name in sys.argv[1].split(","):
         recipe, _, dim = name.partition(":")
         dim = int(dim or 128)
         label = name
         plan = Plan(get_recipe(recipe), "device", (), dim, heads, heads, dim**-0.5, None, 0, False, True)
-        lists = triton_lists.work_lists(documents, None, 0)
+        lists = device_lists.work_lists(documents, None, 0)
         q, k, v, do, o = (torch.zeros(tokens, heads, dim, dtype=torch.bfloat16) for _ in range(5))
         table = torch.zeros(heads, tokens)
         made = prepare_forward(plan, q, k, v, lists, columns=True)

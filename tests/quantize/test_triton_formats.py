@@ -48,7 +48,7 @@ def _map(x_ptr, out_ptr, n, OPERATION: tl.constexpr, HARDWARE: tl.constexpr, BLO
 def run(operation, x, dtype, hardware=False):
     x = x.to(DEVICE)
     out = torch.empty(x.shape, dtype=dtype, device=DEVICE)
-    _map[(triton.cdiv(x.numel(), 4096),)](x, out, x.numel(), operation, hardware, 4096, **tf.EXACT)
+    _map[(triton.cdiv(x.numel(), 4096),)](x, out, x.numel(), operation, hardware, 4096, enable_fp_fusion=False)
     return out.cpu()
 
 
@@ -158,7 +158,7 @@ def test_words_hold_four_codes_and_change_places():
     nibbles = torch.empty(64, 2, dtype=torch.int32, device=DEVICE)
     values = torch.full((64, 16), float("nan"), device=DEVICE)
     decoded = torch.full_like(values, float("nan"))
-    _words[(1,)](x.to(DEVICE), words, moved, values, nibbles, decoded, 64, **tf.EXACT)
+    _words[(1,)](x.to(DEVICE), words, moved, values, nibbles, decoded, 64, enable_fp_fusion=False)
     codes = formats.encode_e4m3(x)
     same(words.cpu().view(torch.uint8), codes)
     same(values.cpu(), formats.decode_e4m3(codes))

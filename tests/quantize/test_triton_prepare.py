@@ -24,11 +24,11 @@ from flamia import formats
 from flamia.documents import Documents
 from flamia.plan import Plan
 from flamia.quantize import reference as twin
+from flamia.quantize.finish import document_prescale, finish_dk_dv, finish_dq, fragment_order
+from flamia.quantize.gradients import running_maxima
+from flamia.quantize.lists import work_lists
 from flamia.quantize.payloads import Payloads, backward_specs, forward_specs
-from flamia.quantize.triton_finish import document_prescale, finish_dk_dv, finish_dq, fragment_order
-from flamia.quantize.triton_gradients import running_maxima
-from flamia.quantize.triton_lists import work_lists
-from flamia.quantize.triton_prepare import prepare_backward, prepare_forward
+from flamia.quantize.prepare import prepare_backward, prepare_forward
 from flamia.recipe import get_recipe
 from flamia.reference import backend, folded
 from flamia.reference.backward import prescale

@@ -301,12 +301,15 @@ def test_the_public_call_runs_the_kernels(blackwell, monkeypatch, kind):
 
 def test_warmup_loads_what_any_lengths_may_take(blackwell, monkeypatch):
     """Calls of 128 queries and keys run pairs of CTAs; unequal lengths do not."""
-    loaded = []
+    loaded, launches = [], []
+    monkeypatch.setattr(attention, "preload", launches.extend)
     monkeypatch.setattr(attention, "_backend", lambda named, device: "sm100")
     monkeypatch.setattr(attention, "native_target", lambda device: "sm_100a")
     monkeypatch.setattr(attention, "load", lambda kernel: loaded.append(kernel.source.removeprefix("flamia.sm100.")))
     flamia.warmup(2, 2, 64, device="cpu", causal=True)
     assert loaded == ["forward", "backward", "backward_pair"]
+    assert {launch.arch for launch in launches} == {"sm_100a"}
+    assert "flamia.quantize.triton_gradients:_gradient_kernel" in {launch.kernel for launch in launches}
     loaded.clear()
     flamia.warmup(2, 2, 64, device="cpu", causal=True, training=False)
     assert loaded == ["forward"]

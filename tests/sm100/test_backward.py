@@ -24,9 +24,9 @@ import flamia
 import softgpu
 from flamia import formats
 from flamia.documents import TOKEN_BLOCK, Documents, column_capacity
+from flamia.quantize.finish import fragment_order
 from flamia.quantize.payloads import Payloads, forward_specs
 from flamia.quantize.reference import TokenMap, make_all, prepare, token_amax
-from flamia.quantize.triton_finish import fragment_order
 from flamia.reference import backend
 from flamia.reference import backward as twin
 from flamia.reference import forward as reference_forward

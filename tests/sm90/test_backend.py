@@ -17,7 +17,7 @@ import softgpu
 from flamia import bounds
 from flamia.documents import Documents
 from flamia.quantize.reference import dequantize, nvfp4_rows
-from flamia.quantize.triton_tail import clear_tail, finish_forward
+from flamia.quantize.tail import clear_tail, finish_forward
 from flamia.reference import backend as reference
 from flamia.sm90 import backend
 from flamia.sm90.launches import decode_nvfp4, uneven_documents

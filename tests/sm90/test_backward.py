@@ -22,9 +22,9 @@ import flamia
 import softgpu
 from flamia import formats
 from flamia.documents import Documents
+from flamia.quantize.finish import fragment_order
 from flamia.quantize.payloads import Payloads, backward_specs, forward_specs
 from flamia.quantize.reference import TokenMap, dequantize, make_all, prepare, token_amax
-from flamia.quantize.triton_finish import fragment_order
 from flamia.reference import backend, folded
 from flamia.reference.chunks import chunks
 from flamia.sm90.backward import Backward, compile_backward

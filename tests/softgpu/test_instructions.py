@@ -238,3 +238,58 @@ def test_stochastic_rounding_adds_the_bits_it_is_given(kind, kept):
         one = 0x3F80 if kind == "bf16x2" else 0x3C00
         assert (got >> 16 == one + up).all()
         assert (got & 0xFFFF == one).all()
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("keep", ["", ".NaN"])
+def test_extremes_of_16_bits_with_a_nan(kind, op, keep):
+    """A NaN loses against a number, or with .NaN wins; in both halves of a pair and alone."""
+    x = np.where(np.arange(64) % 5 == 0, np.nan, RNG.standard_normal(64)).astype(np.float32)
+    y = np.where(np.arange(64) % 7 == 0, np.nan, RNG.standard_normal(64)).astype(np.float32)
+    pair = f"cvt.rn.{kind}x2.f32 %r20, %r10, %r11; cvt.rn.{kind}x2.f32 %r21, %r11, %r10;"
+    halves = "mov.b32 {{%h1, %h2}}, {0};"
+    alone = lanes(f"{pair} {halves.format('%r20')} {op}{keep}.{kind} %h3, %h1, %h2; mov.b32 %r1, {{%h3, %h3}};", x, y)
+    both = lanes(f"{pair} {op}{keep}.{kind}x2 %r1, %r20, %r21;", x, y)
+
+    def numbers(raw):
+        low = (raw & 0xFFFF).astype(np.uint16)
+        return (raw << 16).view(np.float32) if kind == "bf16" else low.view(np.float16).astype(np.float32)
+
+    a, b = (numbers(lanes(f"cvt.rn.{kind}x2.f32 %r1, %r10, %r10;", z)) for z in (x, y))
+    function = {"max": np.fmax, "min": np.fmin, "max.NaN": np.maximum, "min.NaN": np.minimum}[op + keep]
+    for got in (alone, both, both >> np.uint32(16)):
+        assert np.array_equal(numbers(got), function(a, b), equal_nan=True)
+
+
+def test_indexed_branches():
+    body = """
+targets: .branchtargets first, second, third;
+    and.b32 %r20, %r10, 1;
+    add.u32 %r20, %r20, %r11;
+    mov.u32 %r1, 0;
+    brx.idx %r20, targets;
+first:
+    add.u32 %r1, %r1, 100;
+second:
+    add.u32 %r1, %r1, 10;
+third:
+    add.u32 %r1, %r1, 1;
+"""
+    one = np.arange(64, dtype=np.uint32) // 3 % 2
+    got = lanes(body, A, one)
+    assert (got == np.array([111, 11, 1])[(A & 1) + one]).all()
+
+
+def test_parameters_by_an_address_in_a_register():
+    pointers = [np.zeros(1, np.uint64) for _ in range(2)]
+    body = """
+    mov.b32 %r1, p0;
+    mov.b32 %r2, p1;
+    setp.eq.u32 %p1, %r0, 0;
+    selp.b32 %r3, %r1, %r2, %p1;
+    ld.param.b64 %d10, [%r3];
+    st.global.u64 [%d10], %d10;
+"""
+    run(body, *pointers, threads=2)
+    assert [int(x[0]) for x in pointers] == [x.ctypes.data for x in pointers]

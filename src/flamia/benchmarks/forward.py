@@ -127,8 +127,8 @@ def native(recipe: str | Recipe, q: Tensor, *, training: bool) -> tuple[str, Rec
 
 def kernel_call(inputs: Inputs, recipe: str) -> Prepared:
     """The attention launches alone: payloads, work lists and outputs are made before."""
-    from flamia.quantize.triton_lists import work_lists
-    from flamia.quantize.triton_prepare import prepare_forward
+    from flamia.quantize.lists import work_lists
+    from flamia.quantize.prepare import prepare_forward
 
     workload, q = inputs.workload, inputs.q
     backend, resolved = native(recipe, q, training=False)

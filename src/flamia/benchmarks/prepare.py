@@ -75,10 +75,10 @@ def iterate_quantizers(
 
     Only Blackwell's reads E4M3 operands in both directions; elsewhere there are transposed codes.
     """
-    from flamia.quantize.triton_finish import finish_dk_dv, finish_dq
-    from flamia.quantize.triton_lists import work_lists
-    from flamia.quantize.triton_operands import quantize_operand
-    from flamia.quantize.triton_prepare import prepare_backward, prepare_forward
+    from flamia.quantize.finish import finish_dk_dv, finish_dq
+    from flamia.quantize.lists import work_lists
+    from flamia.quantize.operands import quantize_operand
+    from flamia.quantize.prepare import prepare_backward, prepare_forward
 
     chosen = get_recipe(recipe)
     plan = Plan(chosen, "device", (), head_dim, heads, heads, 1 / math.sqrt(head_dim), None, 0, False, True)
@@ -156,7 +156,7 @@ def iterate_quantizers(
 
 def time_lists(packing: str, tokens: int) -> Row:
     """Work lists and token tables of one packed row, causal."""
-    from flamia.quantize.triton_lists import work_lists
+    from flamia.quantize.lists import work_lists
 
     cu = offsets(lengths(packing, tokens), "cuda")
     documents = Documents(cu, cu, tokens, tokens)

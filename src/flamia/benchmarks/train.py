@@ -275,9 +275,9 @@ def backward_call(inputs: TrainingInputs, recipe: Recipe) -> Call:
 
 def kernel_call(inputs: TrainingInputs, recipe: Recipe) -> Call:
     """The launch of the attention backward alone: operands, work lists and outputs are made before."""
-    from flamia.quantize.triton_finish import finish_dq
-    from flamia.quantize.triton_lists import work_lists
-    from flamia.quantize.triton_prepare import prepare_backward, prepare_forward
+    from flamia.quantize.finish import finish_dq
+    from flamia.quantize.lists import work_lists
+    from flamia.quantize.prepare import prepare_backward, prepare_forward
 
     room, plan, documents = _plan(inputs, recipe)
     lists = work_lists(documents, plan.left, plan.right, room.tiling(plan, documents))

@@ -103,9 +103,10 @@ def _cuda_devices() -> list[dict[str, Any]]:
 
 def _backends() -> list[dict[str, Any]]:
     found = {package.module: package.version() for package in OPTIONAL_PACKAGES if package.extra == "gpu"}
-    lacking = [name for name in ("triton", "tvm_ffi") if not found[name]]
-    if not found["cutlass"] and not os.environ.get("FLAMIA_KERNELS"):
-        lacking.append("cutlass (or FLAMIA_KERNELS, a folder of ready libraries)")
+    lacking = [] if found["tvm_ffi"] else ["tvm_ffi"]
+    compilers = [name for name in ("triton", "cutlass") if not found[name]]
+    if compilers and not os.environ.get("FLAMIA_KERNELS"):
+        lacking.append(f"{' and '.join(compilers)} (or FLAMIA_KERNELS, a folder of ready kernels)")
     here = {device["compute_capability"] for device in _cuda_devices()}
     backends = [
         {"name": "reference", "runs_here": True, "note": "plain PyTorch, on CPU and CUDA tensors: right, not fast"}

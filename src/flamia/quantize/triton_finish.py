@@ -9,33 +9,10 @@ Twins: ``reference.backward``'s ``finished_dq`` and ``prescale``, ``Chunk.sum_sh
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from flamia.bounds import ACCUMULATOR_TARGET
-from flamia.documents import Documents, column_capacity
-from flamia.plan import Plan
-from flamia.quantize.triton_formats import EXACT, ceil_log2, hadamard, pow2, round_to
-from flamia.quantize.triton_gradients import Gradients, lost_line
-from flamia.quantize.triton_operands import chunk_width
-from flamia.worklists import TokenTables
-
-_ROWS = 64
-_DOCUMENTS = 128  # per program
-
-
-def fragment_order(head_dim: int) -> Tensor:
-    """Place of (row, channel) within 16 rows of the accumulator in fragment order, int64 [16, D].
-
-    The order in which the threads of a warp hold a 16-row slab of an FP32 ``wgmma`` or ``mma`` accumulator: thread
-    (row % 8) * 4 + (channel % 8) / 2 writes 16 bytes for every 16 channels, so a warp's stores are contiguous.
-    """
-    row = torch.arange(16).view(16, 1)
-    channel = torch.arange(head_dim).view(1, -1)
-    lane = row % 8 * 4 + channel % 8 // 2
-    return (channel // 16 * 32 + lane) * 8 + channel // 8 % 2 * 4 + row // 8 * 2 + channel % 2
+from flamia.quantize.triton_formats import ceil_log2, hadamard, pow2, round_to
 
 
 @triton.jit
@@ -58,12 +35,12 @@ def _sums(base, rows, START: tl.constexpr, R: tl.constexpr, W: tl.constexpr, D: 
 @triton.jit
 def _document_exponent(
     maxima_ptr, k_maxima_ptr, v_maxima_ptr, cu_k_ptr, head, document, known, documents, lost_base, lost_slope,
-    HEADS: tl.constexpr, RATIO: tl.constexpr, TARGET: tl.constexpr,
+    heads, ratio, TARGET: tl.constexpr,
 ):  # fmt: skip
     """``reference.backward.prescale`` of documents under the sequence scale; loads where ``known``."""
     norm = tl.load(maxima_ptr + head * documents + document, known, 0.0)
-    loss = tl.load(maxima_ptr + (HEADS + head) * documents + document, known, 0.0)
-    shared = head // RATIO * documents + document
+    loss = tl.load(maxima_ptr + (heads + head) * documents + document, known, 0.0)
+    shared = head // ratio * documents + document
     v_top = tl.load(v_maxima_ptr + shared, known, 0.0)
     k_top = tl.load(k_maxima_ptr + shared, known, 0.0)
     keys = tl.load(cu_k_ptr + document + 1, known, 0) - tl.load(cu_k_ptr + document, known, 0)
@@ -73,35 +50,37 @@ def _document_exponent(
 
 
 @triton.jit(
-    do_not_specialize=["documents", "lost_base", "lost_slope"],
+    do_not_specialize=["documents", "lost_base", "lost_slope", "heads", "ratio"],
     do_not_specialize_on_alignment=["maxima_ptr", "k_maxima_ptr", "v_maxima_ptr", "cu_k_ptr"],
 )
 def _prescale_kernel(
     maxima_ptr, k_maxima_ptr, v_maxima_ptr, cu_k_ptr, out_ptr, documents, lost_base, lost_slope,
-    HEADS: tl.constexpr, RATIO: tl.constexpr, TARGET: tl.constexpr, BLOCK: tl.constexpr,
+    heads, ratio, TARGET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     document = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     known = document < documents
     p = _document_exponent(
         maxima_ptr, k_maxima_ptr, v_maxima_ptr, cu_k_ptr, head, document, known, documents, lost_base, lost_slope,
-        HEADS, RATIO, TARGET,
+        heads, ratio, TARGET,
     )  # fmt: skip
     tl.store(out_ptr + head * documents + document, p, known)
 
 
 @triton.jit(
-    do_not_specialize=["total", "capacity_blocks", "documents", "softmax_scale", "lost_base", "lost_slope"],
+    do_not_specialize=[
+        "total", "capacity_blocks", "documents", "softmax_scale", "lost_base", "lost_slope", "heads", "ratio"
+    ],
     do_not_specialize_on_alignment=["maxima_ptr", "k_maxima_ptr", "v_maxima_ptr", "cu_k_ptr"],
-)
+)  # fmt: skip
 def _dq_kernel(
     accumulator_ptr, blocks_ptr, prescale_ptr, maxima_ptr, k_maxima_ptr, v_maxima_ptr, cu_k_ptr, dq_ptr, dq_token,
     dq_head, total, capacity_blocks, documents, softmax_scale, lost_base, lost_slope,
-    HEADS: tl.constexpr, RATIO: tl.constexpr, D: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+    heads, ratio, D: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
     ROTATE: tl.constexpr, SCALED: tl.constexpr, CAUSAL: tl.constexpr, TARGET: tl.constexpr, FRAGMENTS: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0) % HEADS
-    tile = tl.program_id(0) // HEADS
+    head = tl.program_id(0) % heads
+    tile = tl.program_id(0) // heads
     r = tl.arange(0, R)
     d = tl.arange(0, W)
     block = tile * (R // 32) + r // 32
@@ -118,7 +97,7 @@ def _dq_kernel(
             known = document >= 0
             p = _document_exponent(
                 maxima_ptr, k_maxima_ptr, v_maxima_ptr, cu_k_ptr, head, document, known, documents, lost_base,
-                lost_slope, HEADS, RATIO, TARGET,
+                lost_slope, heads, ratio, TARGET,
             )  # fmt: skip
         scale = pow2(-p) * softmax_scale
     mask, scale = written[:, None], scale[:, None]
@@ -190,72 +169,3 @@ def _dk_dv_kernel(
         if D > 3 * W:
             x3 = _summed(sums + 3 * W, mask, 1.0, RATIO, D)
         _store(dv_ptr + head.to(tl.int64) * dv_head + wide * dv_token + d[None, :], x0, x1, x2, x3, mask, W, D)
-
-
-def finish_dq(
-    plan: Plan,
-    gradients: Gradients,
-    k_maxima: Tensor,
-    v_maxima: Tensor,
-    documents: Documents,
-    tables: TokenTables,
-    out: Tensor,
-    *,
-    fragments: bool = False,
-) -> None:
-    """dq from its accumulator in one launch: order, prescale and softmax scale undone, rotated back, rounded.
-
-    Args:
-        gradients: of the same backward; its accumulator holds the sums.
-        k_maxima, v_maxima: FP32 [kv heads, documents], max |k| (rotated) and |v| of each document.
-        documents, tables: of this call; the tables of its queries.
-        out: BF16 or FP16 [T, N, D], contiguous along D; every token is written, those of no document with zeros.
-        fragments: the accumulator's 16-row slabs are in ``fragment_order``.
-    """
-    total, heads, dim = out.shape
-    capacity = column_capacity(total, documents.count)
-    if capacity and heads:
-        causal = gradients.prescale.numel() > 0
-        rows = 32 if dim <= 128 else 64
-        _dq_kernel[(triton.cdiv(capacity, rows) * heads,)](
-            gradients.accumulator, tables.blocks, gradients.prescale, gradients.maxima, k_maxima, v_maxima,
-            documents.cu_seqlens_k, out, out.stride(0), out.stride(1), total, capacity // 32, documents.count,
-            plan.softmax_scale, *lost_line(plan),
-            HEADS=heads, RATIO=plan.ratio, D=dim, W=chunk_width(dim), R=rows, ROTATE=plan.rotates,
-            SCALED=plan.recipe.accumulator == "fp16", CAUSAL=causal, TARGET=ACCUMULATOR_TARGET[plan.recipe.format],
-            FRAGMENTS=fragments, num_warps=2 if dim <= 128 else 8, **EXACT,
-        )  # fmt: skip
-
-
-def document_prescale(
-    plan: Plan, gradients: Gradients, k_maxima: Tensor, v_maxima: Tensor, documents: Documents
-) -> Tensor:
-    """Exponents of the dQ accumulator under the sequence scale, int32 [N, documents], in one launch.
-
-    ``finish_dq`` finds the same ones by itself; a kernel that scales its partial sums reads them here.
-    """
-    heads, count = gradients.maxima.shape[1:]
-    out = k_maxima.new_empty((heads, count), dtype=torch.int32)
-    if heads and count:
-        _prescale_kernel[(triton.cdiv(count, _DOCUMENTS), heads)](
-            gradients.maxima, k_maxima, v_maxima, documents.cu_seqlens_k, out, count, *lost_line(plan), HEADS=heads,
-            RATIO=plan.ratio, TARGET=ACCUMULATOR_TARGET[plan.recipe.format], BLOCK=_DOCUMENTS, num_warps=4, **EXACT,
-        )  # fmt: skip
-    return out
-
-
-def finish_dk_dv(plan: Plan, dk_sums: Tensor, dv_sums: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """dk and dv in one launch from partial sums per query head: softmax scale, sum over shared heads, dk rotated back.
-
-    Args:
-        dk_sums, dv_sums: FP32 [Tk, N, D] of N query heads (or of the kv heads, already summed), contiguous.
-        dk, dv: BF16 or FP16 [Tk, kv heads, D], contiguous along D.
-    """
-    total, heads, dim = dk.shape
-    ratio = dk_sums.shape[1] // heads
-    if total and heads:
-        _dk_dv_kernel[(triton.cdiv(total, _ROWS) * heads, 2)](
-            dk_sums, dv_sums, dk, dk.stride(0), dk.stride(1), dv, dv.stride(0), dv.stride(1), total,
-            plan.softmax_scale, HEADS=heads, RATIO=ratio, D=dim, W=chunk_width(dim), R=_ROWS, ROTATE=plan.rotates,
-            num_warps=4 if dim <= 128 else 8, **EXACT,
-        )  # fmt: skip

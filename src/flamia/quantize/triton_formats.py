@@ -2,8 +2,8 @@
 
 Rounding works on the bits of FP32 numbers, which is exact in both worlds; the one exception is E4M3. Compiled code
 leaves it to the hardware's conversion (``cvt.rn.satfinite.e4m3x2``: same results, a tenth of the instructions), but
-Triton's interpreter loses the carry of that conversion. Kernels that add must be launched with ``EXACT`` so that no
-product is fused into a sum.
+Triton's interpreter loses the carry of that conversion. Kernels that add must be launched ``exact`` so that no product
+is fused into a sum.
 
 Tiles. A kernel holds a tile of tokens x D as four chunks of D/4 columns (two of 16 at D = 32, three of 32 at D = 96;
 the others are zeros). Every thread then owns the same columns of all chunks, so that the two widest strides of the
@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 
 COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") != "1")
-EXACT = {"enable_fp_fusion": False}  # launch options: no fused multiply-add where the twin rounds twice
 
 NAN_BITS = tl.constexpr(0x7FC00000)
 INFINITY_BITS = tl.constexpr(0x7F800000)

@@ -10,21 +10,12 @@ folded backward, and walks over it in steps; what depends on the whole group is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from flamia.bounds import ACCUMULATOR_TARGET, lost_weight
-from flamia.documents import Documents, column_capacity
-from flamia.plan import Plan
-from flamia.quantize.payloads import E4M3Payload, NVFP4Columns, NVFP4Rows, Payload, backward_specs
 from flamia.quantize.triton_formats import (
     E4M3_EMAX,
     E4M3_LIMIT,
-    EXACT,
     NVFP4_EMAX,
     NVFP4_LIMIT,
     bits,
@@ -45,15 +36,9 @@ from flamia.quantize.triton_formats import (
 )
 from flamia.quantize.triton_lists import owner_of
 from flamia.quantize.triton_operands import (
-    ORDERS,
-    ROWS,
-    check_tensor,
-    chunk_warps,
-    chunk_width,
     chunk_words,
     join_chunks,
     load_chunks,
-    scale_words,
     spread,
     store_chunks,
     store_columns,
@@ -62,40 +47,6 @@ from flamia.quantize.triton_operands import (
     store_scales,
     widen_chunks,
 )
-from flamia.worklists import GROUP, UNBOUNDED, WorkLists
-
-_SCAN = 1024
-
-
-@dataclass
-class Gradients:
-    """What the attention backward reads about do. N query heads, T queries, C column capacity.
-
-    Attributes:
-        payloads: of do (folded: of do 2^(M - lse)), by name.
-        delta: FP32 [N, T], do . o of the quantized do in do's units, minus dlse.
-        norm: FP32 [N, T], ||do||_1.
-        maxima: FP32 [2, N, documents], the largest norm and |dlse| of each document.
-        prescale: int32 [N, T], exponent of the accumulator's causal scale; empty for the sequence scale, which follows
-            from the maxima.
-        accumulator: zeros [N, C, D] in the dtype of the dQ sums, laid out as column payloads lay out tokens.
-        addend: folded, FP32 [N, T]: e_T - C + 8 - M, the addend of the exponent (exact operands: -M); -inf in dead
-            rows, those whose T and delta are zero. Where only T is zero, C stands for e_T here and below.
-        unit: folded, int32 [N, T]: C - 8 + e_Q, 0 in dead rows.
-        b: folded, FP32 [N, T]: delta 2^(C - 8 - e_T + M - lse + e_Q), 0 in dead rows.
-        power: folded with exact operands, int32 [N, T]: e_T - C + 8, to apply outside of the exponential.
-    """
-
-    payloads: dict[str, Payload]
-    delta: Tensor
-    norm: Tensor
-    maxima: Tensor
-    prescale: Tensor
-    accumulator: Tensor
-    addend: Tensor
-    unit: Tensor
-    b: Tensor
-    power: Tensor
 
 
 @triton.jit
@@ -134,22 +85,24 @@ def _four(x, amax, scale, o, back, R: tl.constexpr, W: tl.constexpr, SHORT: tl.c
 
 
 @triton.jit(
-    do_not_specialize=["total", "total_k", "capacity_blocks", "documents", "right", "lost_base", "lost_slope"],
+    do_not_specialize=[
+        "total", "total_k", "capacity_blocks", "documents", "right", "lost_base", "lost_slope", "heads", "head_ratio"
+    ],
     do_not_specialize_on_alignment=["maxima_ptr", "document_max_ptr", "cu_q_ptr", "cu_k_ptr"],
-)
+)  # fmt: skip
 def _gradient_kernel(
     do_ptr, do_token, do_head, o_ptr, o_token, o_head, lse2_ptr, row_max_ptr, dlse_ptr, q_exponents_ptr, groups_ptr,
     codes_ptr, scales_ptr, exponents_ptr, columns_ptr, column_scales_ptr, document_exponents_ptr, document_max_ptr,
     delta_ptr, norm_ptr, maxima_ptr, prescale_ptr, accumulator_ptr, addend_ptr, unit_ptr, b_ptr, power_ptr,
     cu_q_ptr, cu_k_ptr, k_running_ptr, v_running_ptr, total, total_k, capacity_blocks, documents, right, lost_base,
-    lost_slope, HEADS: tl.constexpr, RATIO: tl.constexpr, D: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+    lost_slope, heads, head_ratio, D: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
     FOLDED: tl.constexpr, PER_TOKEN: tl.constexpr, FOUR: tl.constexpr, WITH_COLUMNS: tl.constexpr,
     ORDER: tl.constexpr, DLSE: tl.constexpr, CAUSAL: tl.constexpr, OUTSIDE: tl.constexpr, CLEAR: tl.constexpr,
     TARGET: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     CHUNKS: tl.constexpr = D // W
-    head = tl.program_id(0) % HEADS
-    group = groups_ptr + (tl.program_id(0) // HEADS) * 6
+    head = tl.program_id(0) % heads
+    group = groups_ptr + (tl.program_id(0) // heads) * 6
     first, valid, rows = tl.load(group), tl.load(group + 1), tl.load(group + 2)
     document, column, width = tl.load(group + 3), tl.load(group + 4), tl.load(group + 5)
     capacity = capacity_blocks.to(tl.int64) * 32
@@ -211,7 +164,7 @@ def _gradient_kernel(
         else:
             amax = tile_amax(x0, x1, x2, x3, R)
 
-        row = token.to(tl.int64)[:, None] * (HEADS * D) + head * D
+        row = token.to(tl.int64)[:, None] * (heads * D) + head * D
         place = column + step
         if FOUR:
             e = e8m0_exponent(amax, NVFP4_EMAX, NVFP4_LIMIT)
@@ -273,7 +226,7 @@ def _gradient_kernel(
             tl.store(b_ptr + table + position, delta * ratio, written)
         if CAUSAL:
             last = tl.maximum(tl.minimum(length_k - 1, query0 + position + (length_k - length_q) + right), 0)
-            source = (head // RATIO).to(tl.int64) * total_k + key0 + last
+            source = (head // head_ratio).to(tl.int64) * total_k + key0 + last
             known = inside & (last < length_k)
             v_top = tl.load(v_running_ptr + source, known, 0.0)
             k_top = tl.load(k_running_ptr + source, known, 0.0)
@@ -297,7 +250,7 @@ def _gradient_kernel(
     if exists:
         tl.atomic_max(maxima_ptr + head * documents + document, tl.max(norm_top, 0), sem="relaxed")
         if DLSE:
-            tl.atomic_max(maxima_ptr + (HEADS + head) * documents + document, tl.max(dlse_top, 0), sem="relaxed")
+            tl.atomic_max(maxima_ptr + (heads + head) * documents + document, tl.max(dlse_top, 0), sem="relaxed")
     if FOLDED:
         tl.debug_barrier()  # what other threads of this program stored above is read below
         top = tl.max(e_top, 0)
@@ -324,14 +277,14 @@ def _gradient_kernel(
             tl.store(power_ptr + table + position, shift, mask)
 
 
-@triton.jit(do_not_specialize=["documents"], do_not_specialize_on_alignment=["maxima_ptr"])
+@triton.jit(do_not_specialize=["documents", "heads"], do_not_specialize_on_alignment=["maxima_ptr"])
 def _document_maxima_kernel(
-    x_ptr, token_stride, head_stride, groups_ptr, maxima_ptr, documents,
-    HEADS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+    x_ptr, token_stride, head_stride, groups_ptr, maxima_ptr, documents, heads,
+    D: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """max |x| of each document and head, as bits: the second level of NVFP4 columns, known before any code is."""
-    head = tl.program_id(0) % HEADS
-    group = groups_ptr + (tl.program_id(0) // HEADS) * 6
+    head = tl.program_id(0) % heads
+    group = groups_ptr + (tl.program_id(0) // heads) * 6
     first, valid, document = tl.load(group), tl.load(group + 1), tl.load(group + 3)
     r, d = tl.arange(0, R), tl.arange(0, W)
     top = tl.zeros((R,), tl.int32)
@@ -365,137 +318,3 @@ def _running_kernel(cu_ptr, k_ptr, v_ptr, k_out_ptr, v_out_ptr, total, documents
         keys = tl.maximum(tl.associative_scan((document << 32) | value, 0, _largest), carry)
         tl.store(out + token, (keys & 0x7FFFFFFF).to(tl.int32).to(tl.float32, bitcast=True), mask)
         carry = tl.max(keys, 0)
-
-
-def lost_line(plan: Plan) -> tuple[float, float]:
-    """``bounds.lost_weight`` as base and slope over the number of keys, both exact in FP32."""
-    base, one = lost_weight(plan, torch.tensor([0.0, 1.0])).tolist()
-    return base, one - base
-
-
-def running_maxima(documents: Documents, k_amax: Tensor, v_amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Running maxima over the keys of each document of two tables FP32 [kv heads, Tk], in one launch."""
-    k_out, v_out = torch.empty_like(k_amax), torch.empty_like(v_amax)
-    heads, total = k_amax.shape
-    count = documents.count
-    if heads and total:
-        _running_kernel[(heads, 2)](
-            documents.cu_seqlens_k,
-            k_amax,
-            v_amax,
-            k_out,
-            v_out,
-            total,
-            count,
-            count.bit_length(),
-            _SCAN,
-            num_warps=8,
-            **EXACT,
-        )
-    return k_out, v_out
-
-
-def quantize_gradient(
-    plan: Plan,
-    do: Tensor,
-    o: Tensor,
-    dlse: Tensor | None,
-    lse2: Tensor,
-    row_max: Tensor,
-    documents: Documents,
-    lists: WorkLists,
-    *,
-    q_exponents: Tensor | None = None,
-    k_amax: Tensor | None = None,
-    v_amax: Tensor | None = None,
-    columns: bool = False,
-) -> Gradients:
-    """Everything the backward needs to know about do.
-
-    One launch, after one that clears 8 bytes per document and head. Two more cases take a launch beforehand: the causal
-    scale (running maxima of k_amax and v_amax) and NVFP4 columns (the document's maximum, their second level).
-
-    Args:
-        do, o: BF16 or FP16 [T, N, D], contiguous along D. o is the output without v_offset.
-        dlse: FP32 [N, T] or None. lse2, row_max: of the forward, FP32 [N, T].
-        lists: of these documents.
-        q_exponents: UE8M0 [N, T] of q's E4M3 payload, for the folded variant.
-        k_amax, v_amax: FP32 [kv heads, Tk], for the causal scale.
-        columns: write the transposed E4M3 codes too.
-
-    Raises:
-        ValueError: an input or a recipe that the device quantizers do not make.
-    """
-    check_tensor("do", do)
-    check_tensor("o", o)
-    recipe = plan.recipe
-    if recipe.is_ablation:
-        raise ValueError("ablations of the scales are not made by the device quantizers: use the reference backend")
-    total, heads, dim = do.shape
-    count, folded, four = documents.count, recipe.variant == "folded", recipe.format == "fp4"
-    capacity = column_capacity(total, count)
-    fp16, causal = recipe.accumulator == "fp16", recipe.accumulator_scale == "causal" and recipe.accumulator == "fp16"
-
-    def new(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        return do.new_empty(shape, dtype=dtype)
-
-    def table(wanted: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:
-        return new(heads, total, dtype=dtype) if wanted else new(0, dtype=dtype)
-
-    names = {spec.kind: spec.name for spec in backward_specs(recipe, columns)}
-    zeros = torch.zeros(3 if four else 2, heads, count, dtype=torch.float32, device=do.device)
-    if four:
-        rows4 = NVFP4Rows(new(total, heads, dim // 2), new(total, heads, dim // 16), new(heads, total))
-        columns4 = NVFP4Columns(new(heads, dim, capacity // 2), new(heads, dim, capacity // 16), new(heads, count))
-        # The exponent of documents without queries, which no program writes.
-        columns4.exponents.fill_(1)
-        made: dict[str, Payload] = {names[NVFP4Rows]: rows4, names[NVFP4Columns]: columns4}
-    else:
-        eight = E4M3Payload(new(total, heads, dim), new(heads, total), new(heads, dim, capacity) if columns else new(0))
-        made = {names[E4M3Payload]: eight}
-    result = Gradients(
-        payloads=made,
-        delta=table(),
-        norm=table(),
-        maxima=zeros[:2],
-        prescale=table(causal, torch.int32),
-        accumulator=new(heads, capacity, dim, dtype=torch.float16 if fp16 else torch.float32),
-        addend=table(folded),
-        unit=table(folded, torch.int32),
-        b=table(folded),
-        power=table(folded and bool(recipe.exact_operands), torch.int32),
-    )
-    if folded and q_exponents is None:
-        raise ValueError("q_exponents is None: the folded variant needs the exponents of q's E4M3 payload")
-    k_running = v_running = result.delta
-    if causal:
-        if k_amax is None or v_amax is None:
-            raise ValueError("k_amax or v_amax is None: accumulator_scale='causal' needs both")
-        k_running, v_running = running_maxima(documents, k_amax, v_amax)
-    groups = lists.q.groups
-    grid = (groups.shape[0] * heads,)
-    if grid[0] == 0:
-        return result
-    maxima = zeros.view(torch.int32)
-    common = dict(HEADS=heads, D=dim, W=chunk_width(dim), R=ROWS, num_warps=chunk_warps(dim))
-    if four:
-        _document_maxima_kernel[grid](do, do.stride(0), do.stride(1), groups, maxima[2], count, **common, **EXACT)
-        outputs = (
-            rows4.codes.view(torch.int32), scale_words(rows4.scales), rows4.exponents,
-            columns4.codes.view(torch.int32), columns4.scales, columns4.exponents,
-        )  # fmt: skip
-    else:  # empty payloads cannot be viewed as words, hence not above
-        rows, cols = eight.codes.view(torch.int32), eight.columns.view(torch.int32)
-        outputs = (rows, eight.codes, eight.exponents, cols, eight.codes, eight.exponents)
-    _gradient_kernel[grid](
-        do, do.stride(0), do.stride(1), o, o.stride(0), o.stride(1), lse2, row_max, lse2 if dlse is None else dlse,
-        q_exponents if q_exponents is not None else result.delta, groups, *outputs, maxima[2 if four else 0],
-        result.delta, result.norm, maxima, result.prescale, result.accumulator, result.addend, result.unit, result.b,
-        result.power, documents.cu_seqlens_q, documents.cu_seqlens_k, k_running, v_running, total, documents.total_k,
-        capacity // 32, count, UNBOUNDED if plan.right is None else plan.right, *lost_line(plan),
-        RATIO=plan.ratio, FOLDED=folded, PER_TOKEN=plan.per_token or folded, FOUR=four,
-        WITH_COLUMNS=columns and not four, ORDER=ORDERS["mma"] if columns and not four else 0, DLSE=dlse is not None,
-        CAUSAL=causal, OUTSIDE=bool(recipe.exact_operands), CLEAR=True, TARGET=ACCUMULATOR_TARGET[recipe.format],
-        GROUP=GROUP, **common, **EXACT,
-    )  # fmt: skip
-    return result

@@ -5,42 +5,22 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from flamia.documents import TOKEN_BLOCK, Documents, column_capacity
-from flamia.quantize.triton_formats import COMPILED, EXACT
-from flamia.worklists import (
-    UNBOUNDED,
-    Tiling,
-    TokenTables,
-    WorkList,
-    WorkLists,
-    group_capacity,
-    item_capacity,
+
+@triton.jit(
+    do_not_specialize=["documents", "forward", "backward"], do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr"]
 )
-
-_SCAN = 2048  # documents per step of the running sums
-_FILL = 128 if COMPILED.value else 2048  # table rows per program
-_PLACED = 8192  # items up to which counting smaller keys is faster than torch's sort
-_PLACE, _STEP = (
-    (32, 512) if COMPILED.value else (512, 512)
-)  # items per program, keys that they are compared with at once
-
-
-@triton.jit(do_not_specialize=["documents"], do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr"])
 def _scan_kernel(
-    cu_q_ptr, cu_k_ptr, starts_ptr, columns_ptr, claims_ptr, documents, FORWARD: tl.constexpr, BACKWARD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    cu_q_ptr, cu_k_ptr, starts_ptr, columns_ptr, claims_ptr, documents, forward, backward, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Running counts, int32 [6, documents + 1], one program each: blocks and groups of q, blocks and groups of k,
     forward tiles, backward tiles; the column starts of q and k [2, documents + 1]; and four zeros."""
     table = tl.program_id(0)
     cu_ptr = cu_q_ptr if (table == 0) | (table == 1) | (table == 4) else cu_k_ptr
     unit = tl.where(table % 2 == 0, 32, 256)
-    unit = tl.where(table == 4, FORWARD, tl.where(table == 5, BACKWARD, unit))
+    unit = tl.where(table == 4, forward, tl.where(table == 5, backward, unit))
     lane = tl.arange(0, BLOCK)
     out = starts_ptr + table * (documents + 1)
     columns = columns_ptr + table // 2 * (documents + 1)
@@ -122,13 +102,13 @@ def _fill_groups(cu_ptr, blocks_ptr, starts_ptr, out_ptr, index, inside, total, 
 @triton.jit
 def _fill_items(
     own_ptr, other_ptr, starts_ptr, items_ptr, keys_ptr, index, inside, documents, steps, before, after, limit,
-    shift_bits, prefix, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    shift_bits, prefix, tile, BLOCK: tl.constexpr,
 ):  # fmt: skip
     owner = owner_of(starts_ptr, index, documents, steps)
     _, length = _span(own_ptr, owner, documents)
     _, seen = _span(other_ptr, owner, documents)
-    begin = (index - tl.load(starts_ptr + owner)) * TILE
-    size = tl.minimum(tl.maximum(length - begin, 0), TILE)
+    begin = (index - tl.load(starts_ptr + owner)) * tile
+    size = tl.minimum(tl.maximum(length - begin, 0), tile)
     shift = seen - length
     first = tl.maximum(begin + shift - before, 0)
     last = tl.minimum(begin + size - 1 + shift + after, seen - 1)
@@ -145,13 +125,13 @@ def _fill_items(
 
 
 @triton.jit(do_not_specialize=["documents", "total_q", "total_k", "capacity_q", "capacity_k", "items_q", "items_k",
-                               "groups_q", "groups_k", "steps", "before", "after", "limit", "shift_bits"],
+                               "groups_q", "groups_k", "steps", "before", "after", "limit", "shift_bits", "forward",
+                               "backward"],
             do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr"])  # fmt: skip
 def _fill_kernel(
     cu_q_ptr, cu_k_ptr, starts_ptr, blocks_q_ptr, groups_q_ptr, blocks_k_ptr, groups_k_ptr, items_ptr, keys_ptr,
     documents, total_q, total_k, capacity_q, capacity_k, groups_q, groups_k, items_q, items_k, steps, before, after,
-    limit, shift_bits, FORWARD: tl.constexpr, BACKWARD: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    limit, shift_bits, forward, backward, KEYS: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     table, pid = tl.program_id(1), tl.program_id(0)
     index = pid * BLOCK + tl.arange(0, BLOCK)
@@ -181,14 +161,14 @@ def _fill_kernel(
             starts = starts_ptr + 4 * row
             _fill_items(
                 cu_q_ptr, cu_k_ptr, starts, items_ptr, keys_ptr, index, index < items_q, documents, steps,
-                before, after, limit, shift_bits, 0, FORWARD, KEYS,
+                before, after, limit, shift_bits, 0, forward, KEYS,
             )  # fmt: skip
     else:
         if pid * BLOCK < items_k:
             starts = starts_ptr + 5 * row
             _fill_items(
                 cu_k_ptr, cu_q_ptr, starts, items_ptr + items_q * 4, keys_ptr + items_q, index, index < items_k,
-                documents, steps, after, before, limit, shift_bits, limit + 2, BACKWARD, QUERIES,
+                documents, steps, after, before, limit, shift_bits, limit + 2, backward, QUERIES,
             )  # fmt: skip
 
 
@@ -218,97 +198,3 @@ def _gather_kernel(keys_ptr, items_ptr, out_ptr, items_q, items_k, shift_bits, B
     field = tl.arange(0, 4)
     values = tl.load(items_ptr + source[:, None] * 4 + field[None, :], inside[:, None], 0)
     tl.store(out_ptr + position[:, None] * 4 + field[None, :], values, inside[:, None])
-
-
-def _shapes(total_q: int, total_k: int, count: int, tiling: Tiling) -> dict[str, tuple[int, int]]:
-    """Rows and columns of the tables of a packed row, in the order in which they lie in one buffer."""
-    items = item_capacity(total_q, count, tiling.forward) + item_capacity(total_k, count, tiling.backward)
-    return {
-        "blocks_q": (column_capacity(total_q, count) // TOKEN_BLOCK, 4),
-        "blocks_k": (column_capacity(total_k, count) // TOKEN_BLOCK, 4),
-        "groups_q": (group_capacity(total_q, count), 6),
-        "groups_k": (group_capacity(total_k, count), 6),
-        "items": (items, 4),
-        "starts": (6, count + 1),
-        "columns": (2, count + 1),
-        "claims": (2, 2),
-    }
-
-
-def _tables(buffer: Tensor, documents: Documents, tiling: Tiling) -> dict[str, Tensor]:
-    tables, start = {}, 0
-    shapes = _shapes(documents.total_q, documents.total_k, documents.count, tiling)
-    for name, (rows, columns) in shapes.items():
-        tables[name] = buffer[start : start + rows * columns].view(rows, columns)
-        start += _aligned(rows * columns)
-    return tables
-
-
-def _aligned(words: int) -> int:
-    return (words + 3) // 4 * 4  # 16 bytes
-
-
-def list_words(total_q: int, total_k: int, documents: int, tiling: Tiling | None = None) -> int:
-    """Words of ``WorkLists.buffer``, for numbers of tokens and of documents."""
-    shapes = _shapes(total_q, total_k, documents, tiling or Tiling())
-    return sum(_aligned(rows * columns) for rows, columns in shapes.values())
-
-
-def lists_in(buffer: Tensor, documents: Documents, tiling: Tiling | None = None) -> WorkLists:
-    """The lists that ``work_lists`` of the same documents wrote into buffer, int32 [``list_words``]: views of it."""
-    tiling = tiling or Tiling()
-    count, tables = documents.count, _tables(buffer, documents, tiling)
-    items_q, starts = item_capacity(documents.total_q, count, tiling.forward), tables["starts"]
-    return WorkLists(
-        TokenTables(tables["blocks_q"], tables["groups_q"], tables["columns"][0]),
-        TokenTables(tables["blocks_k"], tables["groups_k"], tables["columns"][1]),
-        WorkList(tables["items"][:items_q], starts[4, count:], tiling.forward, tables["claims"][0]),
-        WorkList(tables["items"][items_q:], starts[5, count:], tiling.backward, tables["claims"][1]),
-        buffer,
-    )
-
-
-def work_lists(documents: Documents, left: int | None, right: int | None, tiling: Tiling | None = None) -> WorkLists:
-    """``worklists.work_lists`` in three launches, and torch's sort for very many items; all of it in one buffer.
-
-    cu_seqlens: int32, contiguous.
-    """
-    tiling = tiling or Tiling()
-    cu_q, cu_k = documents.cu_seqlens_q.contiguous(), documents.cu_seqlens_k.contiguous()
-    count, device = documents.count, cu_q.device
-    total_q, total_k = documents.total_q, documents.total_k
-    buffer = torch.empty(list_words(total_q, total_k, count, tiling), dtype=torch.int32, device=device)
-    tables = _tables(buffer, documents, tiling)
-    starts, columns, items = (tables[name] for name in ("starts", "columns", "items"))
-    capacity_q, capacity_k = (tables[name].shape[0] * TOKEN_BLOCK for name in ("blocks_q", "blocks_k"))
-    groups_q, groups_k = (tables[name].shape[0] for name in ("groups_q", "groups_k"))
-    items_q = item_capacity(total_q, count, tiling.forward)
-    items_k = items.shape[0] - items_q
-    limit = max(-(-total_k // tiling.keys), -(-total_q // tiling.queries))
-    shift_bits = max(items_q, items_k, 1).bit_length()
-    wide = (2 * limit + 4).bit_length() + shift_bits > 31
-    keys = torch.empty(items_q + items_k, dtype=torch.int64 if wide else torch.int32, device=device)
-    unsorted = torch.empty_like(items)
-
-    _scan_kernel[(6,)](
-        cu_q, cu_k, starts, columns, tables["claims"], count, tiling.forward, tiling.backward, _SCAN, num_warps=8,
-        **EXACT,
-    )  # fmt: skip
-    longest = max(capacity_q // TOKEN_BLOCK, capacity_k // TOKEN_BLOCK, groups_q, groups_k, items_q, items_k)
-    if longest:
-        _fill_kernel[(triton.cdiv(longest, _FILL), 6)](
-            cu_q, cu_k, starts, tables["blocks_q"], tables["groups_q"], tables["blocks_k"], tables["groups_k"],
-            unsorted, keys, count, total_q, total_k, capacity_q, capacity_k, groups_q, groups_k, items_q, items_k,
-            count.bit_length(), UNBOUNDED if left is None else left, UNBOUNDED if right is None else right,
-            limit, shift_bits, tiling.forward, tiling.backward, tiling.keys, tiling.queries, _FILL, num_warps=4,
-            **EXACT,
-        )  # fmt: skip
-    if 0 < items_q + items_k <= _PLACED:
-        grid = (triton.cdiv(items_q + items_k, _PLACE),)
-        _place_kernel[grid](keys, unsorted, items, items_q + items_k, _PLACE, _STEP, num_warps=4, **EXACT)
-    elif items_q + items_k:
-        ordered = torch.sort(keys).values
-        _gather_kernel[(triton.cdiv(items_q + items_k, _FILL),)](
-            ordered, unsorted, items, items_q, items_k, shift_bits, _FILL, num_warps=4, **EXACT
-        )
-    return lists_in(buffer, documents, tiling)

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import math
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-_TOKENS = 128  # per program
 _LN2 = tl.constexpr(math.log(2.0))
 
 
-@triton.jit(do_not_specialize=["total", "documents"])
+@triton.jit(do_not_specialize=["total", "documents"], do_not_specialize_on_alignment=["cu_ptr"])
 def _finish_kernel(
     o_ptr, lse_ptr, lse2_ptr, m_ptr, cu_ptr, total, documents, D: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
@@ -38,21 +35,7 @@ def _finish_kernel(
         tl.store(out, tl.zeros((TOKENS, D), o_ptr.dtype.element_ty), tail[:, None])
 
 
-def finish_forward(o: Tensor, lse2: Tensor, row_max: Tensor, cu_seqlens_q: Tensor) -> Tensor:
-    """lse FP32 [heads, T], natural logarithm; writes the rows of no document: o = 0, lse = lse2 = -inf, row_max = 0.
-
-    o [T, heads, D], lse2 and row_max FP32 [heads, T] as the kernel leaves them, whose rows of no document are unset.
-    """
-    total, heads, dim = o.shape
-    lse = torch.empty_like(lse2)
-    if total and heads:
-        _finish_kernel[(triton.cdiv(total, _TOKENS), heads)](
-            o, lse, lse2, row_max, cu_seqlens_q, total, cu_seqlens_q.shape[0] - 1, dim, _TOKENS, num_warps=4
-        )
-    return lse
-
-
-@triton.jit(do_not_specialize=["total", "documents"])
+@triton.jit(do_not_specialize=["total", "documents"], do_not_specialize_on_alignment=["cu_ptr"])
 def _clear_kernel(a_ptr, b_ptr, cu_ptr, total, documents, D: tl.constexpr, TOKENS: tl.constexpr):
     head, heads = tl.program_id(1), tl.num_programs(1)
     start = tl.program_id(0) * TOKENS
@@ -63,11 +46,3 @@ def _clear_kernel(a_ptr, b_ptr, cu_ptr, total, documents, D: tl.constexpr, TOKEN
         place = (token.to(tl.int64)[:, None] * heads + head) * D + tl.arange(0, D)[None, :]
         tl.store(a_ptr + place, tl.zeros((TOKENS, D), a_ptr.dtype.element_ty), tail)
         tl.store(b_ptr + place, tl.zeros((TOKENS, D), b_ptr.dtype.element_ty), tail)
-
-
-def clear_tail(a: Tensor, b: Tensor, cu_seqlens: Tensor) -> None:
-    """Zeros where a and b, both [T, heads, D], have tokens of no document; cu_seqlens: int32 [documents + 1]."""
-    total, heads, dim = a.shape
-    if total and heads:
-        grid = (triton.cdiv(total, _TOKENS), heads)
-        _clear_kernel[grid](a, b, cu_seqlens, total, cu_seqlens.shape[0] - 1, dim, _TOKENS, num_warps=4)

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from flamia.compiler import load
 from flamia.documents import TOKEN_BLOCK, Documents
-from flamia.doors import along_channels, device_sizes, e4m3
+from flamia.doors import along_channels, device_sizes, dry_run, e4m3
 from flamia.plan import Plan
+from flamia.quantize.finish import document_prescale, finish_dq
+from flamia.quantize.gradients import Gradients
+from flamia.quantize.lists import list_words, lists_in, work_lists
 from flamia.quantize.payloads import E4M3Payload, Payloads, empty_payloads
-from flamia.quantize.triton_finish import document_prescale, finish_dq
-from flamia.quantize.triton_gradients import Gradients
-from flamia.quantize.triton_lists import list_words, lists_in, work_lists
-from flamia.quantize.triton_prepare import prepare_backward, prepare_forward
-from flamia.quantize.triton_tail import clear_tail, finish_forward
+from flamia.quantize.prepare import prepare_backward, prepare_forward
+from flamia.quantize.tail import clear_tail, finish_forward
 from flamia.reference.forward import Forward
 from flamia.sm100.kernels import ARCHS, QUERIES, backward_kernels, claims, forward_kernels, keys_of_item, takes_pairs
 from flamia.worklists import Tiling, WorkLists, head_section
@@ -200,6 +200,11 @@ def _backward_grid(plan: Plan, items: int, keys: int, tile: int, pairs: bool, mu
     most = items * plan.heads_kv
     row = -(-keys // tile) * plan.heads_kv
     return size * (most if plan.deterministic else min(most, max(row, multiprocessors // size)))
+
+
+def show_launches(plan: Plan, dtype: torch.dtype) -> None:
+    """Every launch of a Triton kernel that a call with this plan, and its backward, may need: ``launch.recording``."""
+    dry_run(plan, dtype, columns=False)
 
 
 def kernel_names(plan: Plan, direction: str, x: Tensor, documents: Documents) -> tuple[str, ...]:

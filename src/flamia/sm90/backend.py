@@ -10,14 +10,14 @@ from torch import Tensor
 
 from flamia.compiler import load
 from flamia.documents import Documents
-from flamia.doors import along_channels, device_sizes, e4m3
+from flamia.doors import along_channels, device_sizes, dry_run, e4m3
 from flamia.plan import Plan
+from flamia.quantize.finish import document_prescale, finish_dq
+from flamia.quantize.gradients import Gradients
+from flamia.quantize.lists import list_words, lists_in, work_lists
 from flamia.quantize.payloads import E4M3Payload, NVFP4Rows, Payload, Payloads, empty_payloads
-from flamia.quantize.triton_finish import document_prescale, finish_dq
-from flamia.quantize.triton_gradients import Gradients
-from flamia.quantize.triton_lists import list_words, lists_in, work_lists
-from flamia.quantize.triton_prepare import prepare_backward, prepare_forward
-from flamia.quantize.triton_tail import clear_tail, finish_forward
+from flamia.quantize.prepare import prepare_backward, prepare_forward
+from flamia.quantize.tail import clear_tail, finish_forward
 from flamia.reference.forward import Forward
 from flamia.sm90.kernels import backward_kernels, forward_kernels
 from flamia.sm90.launches import decode_nvfp4, uneven_documents
@@ -221,6 +221,18 @@ def bind_backward(
         *(plan.score_scale, plan.softmax_scale, plan.left or 0, plan.right or 0, section, ctas),
     )
     return dk, dv, lambda: function(*arguments)
+
+
+def show_launches(plan: Plan, dtype: torch.dtype) -> None:
+    """Every launch of a Triton kernel that a call with this plan, and its backward, may need: ``launch.recording``."""
+    payloads = dry_run(plan, dtype, columns=True)
+    documents = torch.empty(2, dtype=torch.int32, device="meta")
+    uneven_documents(e4m3(payloads, "v").exponents, documents, documents[:1], per_token=plan.per_token)
+    if plan.recipe.format == "nvfp4":
+        for finite in (False, True) if plan.training else (False,):
+            q = payloads["q"]
+            assert isinstance(q, NVFP4Rows)
+            decode_nvfp4(q, finite=finite)
 
 
 def kernel_names(plan: Plan, direction: str, x: Tensor, documents: Documents) -> tuple[str, ...]:

@@ -128,16 +128,20 @@ def arithmetic(g, i):
         g.dst(d, code, text)
 
 
+# A NaN loses against a number, or with .NaN wins.
+_PACKED = {
+    **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.fmax, "min": np.fmin},
+    **{"max.NaN": np.maximum, "min.NaN": np.minimum},
+}
+
+
 def packed16(op, bf16, *args):
     """add, sub, mul, fma, min, max on packed pairs of 16-bit floats, computed in float32."""
     halves = []
     for shift in (0, 16):
         raw = [((a >> np.uint32(shift)) & np.uint32(0xFFFF)).astype(np.uint16) for a in args]
         wide = [bf16_to_f32(r) if bf16 else r.view(np.float16).astype(np.float32) for r in raw]
-        if op == "fma":
-            value = fma32(*wide)
-        else:
-            value = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.fmax, "min": np.fmin}[op](*wide)
+        value = fma32(*wide) if op == "fma" else _PACKED[op](*wide)
         halves.append((f32_to_bf16(value) if bf16 else value.astype(np.float16).view(np.uint16)).astype(np.uint32))
     return halves[0] | (halves[1] << np.uint32(16))
 
@@ -171,11 +175,15 @@ def min_max(g, i):
     if extra:
         raise g.unsupported(f"modifier .{'.'.join(extra)} is not supported")
     d, args = i.operands[0], i.operands[1:]
-    if kind in ("f16x2", "bf16x2"):
-        g.dst(d, "u4", f"{g.use(packed16)}('{op}', {kind == 'bf16x2'}, {', '.join(g.src(a, 'u4') for a in args)})")
+    if kind in ("f16x2", "bf16x2", "f16", "bf16"):
+        if len(args) > 2:
+            raise g.unsupported(f"three inputs of .{kind} are not supported")
+        op += ".NaN" if "NaN" in i.parts else ""
+        packed = kind.endswith("x2")
+        texts = [g.src(a, "u4") if packed else f"{g.src(a, 'u2')}.astype(np.uint32)" for a in args]
+        text = f"{g.use(packed16)}('{op}', {kind.startswith('bf16')}, {', '.join(texts)})"
+        g.dst(d, *(("u4", text) if packed else ("u2", f"{text}.astype(np.uint16)")))
         return
-    if kind in ("f16", "bf16"):
-        raise g.unsupported(f".{kind} is not supported")
     code = type_code(kind)
     name = ("np.maximum" if op == "max" else "np.minimum") if "NaN" in i.parts else f"np.f{op}"
     texts = [g.src(a, code) for a in args]

@@ -45,9 +45,8 @@ def load(g, i):
     else:
         items, unit = (d.items if isinstance(d, Vec) else (d,)), bits // 8
         code = f"{kind[0] if kind[0] in 's' else 'u'}{unit}"
-    if space.startswith("param"):
-        if not isinstance(source.base, (Sym, Imm)):
-            raise g.unsupported("a parameter address must be a name and a constant")
+    chosen = space.startswith("param") and not isinstance(source.base, (Sym, Imm))  # an address in a register
+    if space.startswith("param") and not chosen:
         for n, item in enumerate(items):
             if not isinstance(item, Sink):
                 name = g.need(("special", f"%param.{source.base.name}+{source.offset + n * unit}:{unit}", f"u{unit}"))
@@ -60,6 +59,8 @@ def load(g, i):
     address = g.address(source, "u4" if narrow else "u8")
     result = g.tmp()
     call = load_shared if narrow else load_global if space == "global" else load_generic
+    if chosen:
+        address = f"({address} + {g.const(PARAM_WINDOW, 'u8')})"
     g.line(f"{result} = {g.use(call)}(f, {address}, {unit}, {vector}, {g.mask})")
     for n, item in enumerate(items):
         if not isinstance(item, Sink):

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from flamia.documents import Documents
 from flamia.plan import Plan
+from flamia.quantize.gradients import Gradients, quantize_gradient
+from flamia.quantize.operands import quantize_operand
 from flamia.quantize.payloads import E4M3Payload, Payload, Payloads, forward_specs
-from flamia.quantize.triton_gradients import Gradients, quantize_gradient
-from flamia.quantize.triton_operands import quantize_operand
 from flamia.worklists import WorkLists
 
 

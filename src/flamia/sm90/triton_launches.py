@@ -1,0 +1,61 @@
+"""Small launches before the Hopper kernels: which documents need the careful forward, and numbers of NVFP4 codes.
+
+Twins: ``bounds.uneven_documents``, ``quantize.reference.dequantize``.
+"""
+
+# Kernels take pointers and tiles, which have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flamia.quantize.triton_formats import bits, decode_e2m1, decode_e4m3
+
+
+@triton.jit(do_not_specialize=["total", "documents"], do_not_specialize_on_alignment=["cu_ptr", "count_ptr"])
+def _uneven_kernel(
+    exponents_ptr, cu_ptr, count_ptr, flags_ptr, careful_ptr, total, documents, LIMIT: tl.constexpr,
+    STEP: tl.constexpr, DOCUMENTS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    document = tl.program_id(0) * DOCUMENTS + tl.arange(0, DOCUMENTS)
+    exists = document < documents
+    start, stop = tl.load(cu_ptr + document, exists, 0), tl.load(cu_ptr + document + 1, exists, 0)
+    # The largest e, and the largest 255 - e.
+    top, below = tl.zeros((DOCUMENTS,), tl.int32), tl.zeros((DOCUMENTS,), tl.int32)
+    for i in range(0, tl.max(stop - start, 0), WIDTH * STEP):
+        token = start[:, None] + i + tl.arange(0, WIDTH)[None, :] * STEP
+        inside = token < stop[:, None]
+        e = tl.load(exponents_ptr + head * total + token, inside, 0).to(tl.int32)
+        top = tl.maximum(top, tl.max(e, 1))
+        below = tl.maximum(below, tl.max(tl.where(inside, 255 - e, 0), 1))
+    uneven = top + below > 255 + LIMIT
+    tl.store(flags_ptr + head * documents + document, uneven.to(tl.uint8), exists)
+    if tl.max(uneven.to(tl.int32), 0) > 0:
+        tl.atomic_max(careful_ptr, tl.load(count_ptr), sem="relaxed")
+
+
+@triton.jit
+def _two_values(codes, scale, PLACE: tl.constexpr):
+    # Of two codes of a word, as BF16 bits: nothing is cut off.
+    low = decode_e2m1((codes >> PLACE) & 15) * scale
+    high = decode_e2m1((codes >> (PLACE + 4)) & 15) * scale
+    return ((bits(low) >> 16) & 0xFFFF) | (bits(high) & -65536)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _decode_kernel(codes_ptr, scales_ptr, out_ptr, count, FINITE: tl.constexpr, WORDS: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * WORDS
+    word = start + tl.arange(0, WORDS)
+    inside = word < count
+    codes = tl.load(codes_ptr + word, inside, 0)
+    scale = decode_e4m3(tl.load(scales_ptr + word // 2, inside, 0), False)
+    if FINITE:
+        scale = tl.where(scale == scale, scale, 0.0)
+    # Words, not bytes, where another thread stores what one has decoded.
+    even = tl.join(_two_values(codes, scale, 0), _two_values(codes, scale, 16))
+    odd = tl.join(_two_values(codes, scale, 8), _two_values(codes, scale, 24))
+    out = start * 4 + tl.arange(0, 4 * WORDS)
+    tl.store(out_ptr + out, tl.reshape(tl.join(even, odd), (4 * WORDS,)), out < count.to(tl.int64) * 4)
