@@ -40,7 +40,7 @@ def chunk_warps(head_dim: int) -> int:
 
 
 def group_options(head_dim: int) -> tuple[int, int]:
-    """Warps, and registers of a thread, for which every thread holds 16 columns, an NVFP4 group, of one row of each chunk.
+    """Warps for which every thread holds 16 columns, an NVFP4 group, of one row of each chunk; a thread's registers.
 
     Registers are limited because the compiler takes some more than it needs: nine programs of 64 threads fit with 112.
     """
