@@ -188,6 +188,15 @@ def test_documents_whose_values_differ_in_size(soft_device, masks, window):
     case.check(case.run(kernels(soft_device, 64, 2, masks)))
 
 
+@pytest.mark.parametrize("head_dim", [64, slow(128)])
+def test_values_whose_blocks_differ_within_the_range_of_a_column(soft_device, head_dim):
+    """The rows of V that sum codes hold another code for every block of 32 keys."""
+    case = Case([200], [200], 2, 1, head_dim, None, 0, scale_v=(32, 96, 2.0**-4))
+    assert case.uneven().tolist() == [[0]]
+    assert len(case.v.exponents[:, :128].unique()) > 1
+    case.check(case.run(kernels(soft_device, head_dim, 2, CAUSAL)))
+
+
 @pytest.mark.parametrize(("masks", "window"), [slow(*MASKED[0]), MASKED[1]], ids=str)
 def test_queries_and_keys_that_are_zeros(soft_device, masks, window):
     case = Case([150], [150], 2, 1, 64, *window, zeros=True)

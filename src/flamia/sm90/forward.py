@@ -303,7 +303,8 @@ class Forward:
                 code = (cutlass.min(top - v, 7) + 7) << 3  # E4M3 of 2^(top - e_V)
                 for row in cutlass.range_constexpr(SUM_COLUMNS):
                     word = (code | SUM_MANTISSAS[row]) * 0x01010101
-                    sV_words[stage, (self.head_dim + row) * TILE // 4 + lane] = word
+                    # 16-byte pieces of a row are swizzled by its number.
+                    sV_words[stage, (self.head_dim + row) * TILE // 4 + ((lane // 4) ^ row) * 4 + lane % 4] = word
                 if lane % 8 == 0:
                     scales[stage, block] = as_float(k << 23)
                     scales[stage, 4 + block] = Float32.nan if broken else Float32(v - 127)
