@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -102,6 +104,22 @@ def test_backward_operator_is_the_gradient(offset: bool, dlse: bool):
 
 
 # ------------------------------------------------------------------------------------------------------- autograd
+
+
+def test_a_call_imports_no_compiler():
+    """Calls of ``torch.library.custom_op`` import torch's, Triton and a computer algebra with it: seconds."""
+    program = """
+import sys, torch
+before = set(sys.modules)
+import flamia
+q = torch.randn(8, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+ends = torch.tensor([0, 8], dtype=torch.int32)
+flamia.flash_attn_varlen_func(q, q, q, ends, ends, causal=True).float().sum().backward()
+assert q.grad.isfinite().all()
+print(*sorted({"torch._dynamo", "triton", "cutlass"} & (set(sys.modules) - before)))
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == ""
 
 
 def test_second_derivatives_are_refused():

@@ -7,6 +7,7 @@ Operators take packed tensors and plain values only, and return every tensor tha
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -61,8 +62,16 @@ def _plan(
     )
 
 
-@torch.library.custom_op("flamia::attention_forward", mutates_args=())
-def attention_forward(
+def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator of this name on every device. A call of ``torch.library.custom_op``'s imports torch's compiler."""
+    name = f"flamia::{function.__name__.removeprefix('_')}"
+    torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))
+    torch.library.impl(name, "default", function)
+    operator: Callable[..., Any] = getattr(torch.ops.flamia, name.split("::")[1]).default
+    return operator
+
+
+def _attention_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -104,7 +113,10 @@ def attention_forward(
     return [o, lse, *extra, result.lse2, result.row_max, *kept] if training else [o, lse]
 
 
-@attention_forward.register_fake
+attention_forward = _operator(_attention_forward)
+
+
+@torch.library.register_fake("flamia::attention_forward")
 def _(
     q: Tensor,
     k: Tensor,
@@ -140,8 +152,7 @@ def _(
     return [o(), row(), *([] if v_offset is None else [o()]), row(), row(), *kept]
 
 
-@torch.library.custom_op("flamia::attention_backward", mutates_args=())
-def attention_backward(
+def _attention_backward(
     do: Tensor,
     dlse: Tensor | None,
     o: Tensor,
@@ -176,7 +187,10 @@ def attention_backward(
     return gradients
 
 
-@attention_backward.register_fake
+attention_backward = _operator(_attention_backward)
+
+
+@torch.library.register_fake("flamia::attention_backward")
 def _(
     do: Tensor,
     dlse: Tensor | None,
@@ -243,4 +257,9 @@ def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, 
     return (*grads, *none)
 
 
-attention_forward.register_autograd(_backward, setup_context=_save)
+def _no_second_backward(ctx: Any, *gradients: Tensor | None) -> None:
+    raise RuntimeError("flamia's attention has no backward of its backward: call without create_graph=True")
+
+
+torch.library.register_autograd("flamia::attention_forward", _backward, setup_context=_save)
+torch.library.register_autograd("flamia::attention_backward", _no_second_backward)
