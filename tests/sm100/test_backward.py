@@ -268,18 +268,25 @@ def test_schedule_order_changes_no_bit(soft_device, soft_device_shuffled):
     assert equal(first, case.run(kernel(soft_device_shuffled, 128, 2, CAUSAL), ctas=1))
 
 
-def test_a_document_does_not_see_its_neighbours(soft_device):
-    """Bitwise, one CTA: a document at an odd offset, between others that become NaN."""
-    case = Case([150, 77, 90], [150, 77, 90], 1, 1, 64)
-    launch = kernel(soft_device, 64, 1, FULL)
-    packed = case.run(launch, ctas=1)
+@pytest.mark.parametrize("pairs", [False, True], ids=["one CTA", "pairs"])
+def test_a_document_does_not_see_its_neighbours(soft_device, pairs):
+    """Bitwise, one CTA or pair: a document at an odd offset, between others that become NaN.
+
+    Documents of one tile of keys: products of a pair that held two of them would multiply zeros by those NaNs.
+    """
+    lengths = [100, 77, 90] if pairs else [150, 77, 90]
+    start, stop = lengths[0], lengths[0] + lengths[1]
+    case = Case(lengths, lengths, 1, 1, 64)
+    launch = kernel(soft_device, 64, 1, FULL, kind=PairBackward) if pairs else kernel(soft_device, 64, 1, FULL)
+    options = dict(ctas=2, pairs=True) if pairs else dict(ctas=1)
+    packed = case.run(launch, **options)
     for payload in (*(case.payloads[name] for name in "qkv"), case.arguments[2]["do"]):
-        for part in (slice(0, 150), slice(227, None)):
+        for part in (slice(0, start), slice(stop, None)):
             payload.codes[part], payload.exponents[:, part] = 0, 255  # what a NaN makes of a block
-    again = case.run(launch, ctas=1)
+    again = case.run(launch, **options)
     for x, y in zip(packed, again, strict=True):
-        assert torch.equal(x[150:227], y[150:227])
-        assert y[:150].isnan().all()
+        assert torch.equal(x[start:stop], y[start:stop])
+        assert y[:start].isnan().all()
 
 
 @pytest.mark.parametrize("mask", ["causal", pytest.param("both", marks=pytest.mark.slow)])
