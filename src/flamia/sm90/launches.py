@@ -19,7 +19,7 @@ from flamia.quantize.payloads import NVFP4Rows
 from flamia.quantize.triton_formats import bits, decode_e2m1, decode_e4m3
 
 _DOCUMENTS, _WIDTH = 8, 256  # a program compares so many exponents of so many documents at a time
-_WORDS = 1024  # words of eight codes that a program decodes
+_WORDS = 1024  # words of eight codes that a program decodes, of one token or several
 
 
 @triton.jit(do_not_specialize=["total", "documents"])
@@ -78,34 +78,40 @@ def _two_values(codes, scale, PLACE: tl.constexpr):
     return ((bits(low) >> 16) & 0xFFFF) | (bits(high) & -65536)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _decode_kernel(codes_ptr, scales_ptr, out_ptr, count, FINITE: tl.constexpr, WORDS: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * WORDS
-    word = start + tl.arange(0, WORDS)
-    inside = word < count
-    codes = tl.load(codes_ptr + word, inside, 0)
-    scale = decode_e4m3(tl.load(scales_ptr + word // 2, inside, 0), False)
+@triton.jit(do_not_specialize=["total"])
+def _decode_kernel(
+    codes_ptr, codes_stride, scales_ptr, scales_stride, out_ptr, total, width, FINITE: tl.constexpr,
+    WORDS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    first, left = tl.program_id(0).to(tl.int64) * (WORDS // WIDTH), tl.program_id(1) * WIDTH
+    token, word = first + tl.arange(0, WORDS) // WIDTH, left + tl.arange(0, WORDS) % WIDTH
+    inside = (token < total) & (word < width)
+    codes = tl.load(codes_ptr + token * codes_stride + word, inside, 0)
+    scale = decode_e4m3(tl.load(scales_ptr + token * scales_stride + word // 2, inside, 0), False)
     if FINITE:
         scale = tl.where(scale == scale, scale, 0.0)
     # Words, not bytes, where another thread stores what one has decoded.
     even = tl.join(_two_values(codes, scale, 0), _two_values(codes, scale, 16))
     odd = tl.join(_two_values(codes, scale, 8), _two_values(codes, scale, 24))
-    out = start * 4 + tl.arange(0, 4 * WORDS)
-    tl.store(out_ptr + out, tl.reshape(tl.join(even, odd), (4 * WORDS,)), out < count.to(tl.int64) * 4)
+    token, word = first + tl.arange(0, 4 * WORDS) // (4 * WIDTH), 4 * left + tl.arange(0, 4 * WORDS) % (4 * WIDTH)
+    inside = (token < total) & (word < 4 * width)
+    tl.store(out_ptr + token * (4 * width) + word, tl.reshape(tl.join(even, odd), (4 * WORDS,)), inside)
 
 
 def decode_nvfp4(payload: NVFP4Rows, *, finite: bool = False) -> Tensor:
     """The numbers that codes and scales stand for, BF16 [T, N, D]: exact, since they have six significant bits.
 
     A scale of NaN makes its 16 numbers NaN, or, with ``finite``, zero: as E4M3 codes of such tokens are, for a product
-    whose tiles reach into the next document and whose NaNs come from elsewhere.
+    whose tiles reach into the next document and whose NaNs come from elsewhere. The payload may be some heads of one.
     """
     total, heads, half = payload.codes.shape
     out = torch.empty((total, heads, 2 * half), dtype=torch.bfloat16, device=payload.codes.device)
-    count = out.numel() // 8
-    if count:
-        grid = (triton.cdiv(count, _WORDS),)
-        _decode_kernel[grid](
-            payload.codes.view(torch.int32), payload.scales, out.view(torch.int32), count, finite, _WORDS, num_warps=4
+    width = heads * half // 4
+    if total and width:
+        block = min(_WORDS, triton.next_power_of_2(width))
+        words = payload.codes.view(torch.int32)
+        _decode_kernel[triton.cdiv(total, _WORDS // block), triton.cdiv(width, block)](
+            words, words.stride(0), payload.scales, payload.scales.stride(0), out.view(torch.int32), total, width,
+            finite, _WORDS, block, num_warps=4,
         )  # fmt: skip
     return out
