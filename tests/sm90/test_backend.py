@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import weakref
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi")
 pytest.importorskip("triton", reason="needs triton")
 
 from reference_cases import make_plan, relative_rms
+from triton.runtime.jit import KernelInterface
 
 import flamia
 import softgpu
@@ -186,25 +188,29 @@ def in_parts(monkeypatch, count):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "window", "deterministic", "options"),
+    ("kv_heads", "head_dim", "window", "deterministic", "options"),
     [
-        (64, (None, 0), True, {}),
-        slow(64, (None, None), False, {}),
-        slow(128, (60, 20), True, dict(accumulator_scale="causal")),
-        (64, (None, 0), True, dict(exact_operands=True, exact_ds=True, accumulator_scale="causal")),
-        (64, (None, 0), True, dict(format="nvfp4")),
-        slow(128, (60, 20), True, dict(format="nvfp4")),
+        (4, 64, (None, 0), True, {}),
+        slow(2, 64, (None, None), False, {}),
+        slow(4, 128, (60, 20), True, dict(accumulator_scale="causal")),
+        (2, 64, (None, 0), True, dict(exact_operands=True, exact_ds=True, accumulator_scale="causal")),
+        (2, 64, (None, 0), True, dict(format="nvfp4")),
+        slow(4, 128, (60, 20), True, dict(format="nvfp4")),
     ],
     ids=str,
 )
-def test_parts_of_the_heads_are_the_whole_to_the_bit(hopper, monkeypatch, head_dim, window, deterministic, options):
-    plan = native_plan(8, 4, head_dim, *window, training=True, **options)
+def test_two_parts_are_the_whole_to_the_bit(
+    hopper, monkeypatch, kv_heads, head_dim, window, deterministic, options
+):  # fmt: skip
+    n = 2 * kv_heads
+    plan = native_plan(n, kv_heads, head_dim, *window, training=True, **options)
     plan = dataclasses.replace(plan, deterministic=deterministic)
     len_q, len_k = [70, 0, 33], [75, 5, 20]
-    q, k, v, documents = packed(len_q, len_k, 8, 4, head_dim, tail=7)  # 110 queries: tables of heads begin anywhere
-    do, *_ = packed(len_q, len_k, 8, 4, head_dim, tail=7, seed=1)
+    # With 110 queries tables of heads begin anywhere.
+    q, k, v, documents = packed(len_q, len_k, n, kv_heads, head_dim, tail=7)
+    do, *_ = packed(len_q, len_k, n, kv_heads, head_dim, tail=7, seed=1)
     do = do.transpose(0, 1).contiguous().transpose(0, 1)
-    dlse = torch.randn(8, 110, generator=torch.Generator().manual_seed(2))
+    dlse = torch.randn(n, 110, generator=torch.Generator().manual_seed(2))
     for x in (q, k, v, do):
         x[-7:] = torch.nan
     alive = []
@@ -229,7 +235,7 @@ def test_parts_of_the_heads_are_the_whole_to_the_bit(hopper, monkeypatch, head_d
         announced = backend.empty_kept(plan, q, k, 3)
         assert [x.shape for x in kept] == [x.shape for x in announced]
         results.append(backend.run_backward(plan, do, dlse, o, result.lse2, result.row_max, kept, documents))
-        assert heads == [(8 // count, 4 // count)] * count
+        assert heads == [(n // count, kv_heads // count)] * count
     for name, whole, split in zip(("dq", "dk", "dv"), *results, strict=True):
         assert split.is_contiguous()
         assert whole.isfinite().all()
@@ -253,6 +259,45 @@ def test_what_parts_make_again_is_not_kept(hopper, monkeypatch):
             assert again == (count == 2 and form == "mxfp8")
     assert bytes_of["mxfp8", 1] - bytes_of["mxfp8", 2] == (4 + 2) * 64 * column_capacity(73, 2)
     assert bytes_of["nvfp4", 1] == bytes_of["nvfp4", 2]
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "options", "count", "expected"),
+    [
+        (16, {}, 1, 7.5),
+        (16, {}, 4, 6.25),
+        (16, dict(exact_operands=True, exact_ds=True, accumulator_scale="causal"), 4, 6.25),
+        (16, dict(format="nvfp4"), 1, 9.06),
+        (16, dict(format="nvfp4"), 4, 7.06),
+        (4, {}, 1, 4.875),
+        (4, {}, 2, 4.56),
+    ],
+    ids=str,
+)
+def test_what_a_training_call_holds_at_its_peak(monkeypatch, kv_heads, options, count, expected):
+    """In BF16 tensors of q's size; docs/kernels.md counts them. Nothing is computed, nor memory touched."""
+    monkeypatch.setattr(backend, "load", lambda kernel: lambda *arguments: None)
+    monkeypatch.setattr(backend, "device_sizes", lambda index: (132, 30 << 20))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: lambda *arguments, **options: None)
+    plan = native_plan(16, kv_heads, 128, None, 0, training=True, **options)
+    tokens = 65536
+    if count > 1:
+        assert parts.backward_parts(plan, tokens, tokens) == count
+    else:
+        in_parts(monkeypatch, 1)
+    q, do = (torch.empty(tokens, 16, 128, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.empty(tokens, kv_heads, 128, dtype=torch.bfloat16) for _ in range(2))
+    cu = torch.tensor([0, 1000, tokens], dtype=torch.int32)
+    documents = Documents(cu, cu, tokens, tokens)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        o, lse, result, kept = backend.run_forward(plan, q, k, v, documents)
+        del lse
+        backend.run_backward(plan, do, None, o, result.lse2, result.row_max, kept, documents)
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    peak = max(itertools.accumulate(sizes)) / (2 * q.numel())
+    assert expected <= peak < expected + 0.2  # an FP32 number per token and head is 1/64
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def _columns_kernel(
     position = column_token(tl.arange(0, R), ORDER)
     token, q = (first + position).to(tl.int64)[:, None], tl.arange(0, Q)[None, :]
     source = codes_ptr + head.to(tl.int64) * head_stride + token * token_stride + q
-    words = tl.load(source, (position < valid)[:, None] & (4 * q < D), 0)
+    words = tl.load(source, (position < valid)[:, None] & (q < D // 4), 0)
     stride = capacity_blocks.to(tl.int64) * (R // 4)
     store_columns(words, columns_ptr + head.to(tl.int64) * D * stride + block * (R // 4), stride, D)
 
