@@ -199,9 +199,7 @@ def in_parts(monkeypatch, count):
     ],
     ids=str,
 )
-def test_two_parts_are_the_whole_to_the_bit(
-    hopper, monkeypatch, kv_heads, head_dim, window, deterministic, options
-):  # fmt: skip
+def test_two_parts_are_the_whole_to_the_bit(hopper, monkeypatch, kv_heads, head_dim, window, deterministic, options):
     n = 2 * kv_heads
     plan = native_plan(n, kv_heads, head_dim, *window, training=True, **options)
     plan = dataclasses.replace(plan, deterministic=deterministic)
