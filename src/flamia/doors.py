@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import lru_cache
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor
 
 from flamia.documents import Documents
 from flamia.plan import Plan
+from flamia.quantize.columns import columns_of
 from flamia.quantize.finish import document_prescale, finish_dq
 from flamia.quantize.lists import DRY_TOKENS, work_lists
-from flamia.quantize.payloads import E4M3Payload, Payloads
+from flamia.quantize.payloads import E4M3Payload, Payloads, forward_specs
 from flamia.quantize.prepare import prepare_backward, prepare_forward
 from flamia.quantize.tail import clear_tail, finish_forward
 
@@ -37,14 +39,14 @@ def e4m3(payloads: Payloads, name: str) -> E4M3Payload:
     return payload
 
 
-def dry_run(plan: Plan, dtype: torch.dtype, *, columns: bool) -> Payloads:
+def dry_run(plan: Plan, dtype: torch.dtype, *, columns: bool, later: Collection[str] = ()) -> Payloads:
     """Row preparation of a call with this plan, and of its backward where the plan trains, on tensors without memory.
 
     Within ``launch.recording``: it shows every launch that calls of any size may need. columns: of E4M3 payloads, as
-    the door makes them.
+    the door makes them. later: payloads whose columns calls of some sizes make at once, and others in the backward.
 
     Returns:
-        The payloads of q, k and v.
+        The payloads of q, k and v, with all their columns.
     """
     dim, tokens = plan.head_dim, DRY_TOKENS[0]
 
@@ -58,6 +60,11 @@ def dry_run(plan: Plan, dtype: torch.dtype, *, columns: bool) -> Payloads:
     lists = work_lists(documents, plan.left, plan.right)
     q, k, v = (new(tokens, heads, dim) for heads in (plan.heads_q, plan.heads_kv, plan.heads_kv))
     operands = prepare_forward(plan, q, k, v, lists, columns=columns)
+    if later:
+        rows = prepare_forward(plan, q, k, v, lists, columns=columns, later=later).payloads
+        for spec in forward_specs(plan.recipe, plan.training, columns):
+            if spec.name in later and spec.columns:
+                columns_of(e4m3(rows, spec.name).codes, lists.q if spec.source == "q" else lists.k, spec.columns)
     table = new(plan.heads_q, tokens, dtype=torch.float32)
     finish_forward(q, table, table, cu)
     if plan.training:

@@ -16,6 +16,7 @@ from flamia import compiler, driver, launch
 from flamia.backends import call_launches
 from flamia.documents import Documents
 from flamia.plan import Plan
+from flamia.quantize.columns import columns_of
 from flamia.quantize.finish import finish_dq
 from flamia.quantize.lists import work_lists
 from flamia.quantize.prepare import prepare_backward, prepare_forward
@@ -67,6 +68,8 @@ def whole(q, k, v, do, o, lse2, documents):
     """Every tensor that row preparation of a call makes; what the attention kernels would fill has fixed numbers."""
     lists = work_lists(documents, None, 0)
     operands = prepare_forward(PLAN, q, k, v, lists, columns=True)
+    rows = prepare_forward(PLAN, q, k, v, lists, columns=True, later=("q", "k")).payloads
+    later = [columns_of(rows["q"].codes[:, 1:3], lists.q, "mma"), columns_of(rows["k"].codes, lists.k, "pairs")]
     row_max, tail = lse2 - 1, [x.clone() for x in (o, lse2, lse2)]
     lse = finish_forward(*tail, documents.cu_seqlens_q)
     gradients = prepare_backward(PLAN, do, lse, o, lse2, row_max, operands.payloads, documents, lists, columns=True)
@@ -80,7 +83,7 @@ def whole(q, k, v, do, o, lse2, documents):
     constants = [gradients.delta, gradients.norm, gradients.maxima, gradients.addend, gradients.unit, gradients.b]
     tables = [*(x for side in (lists.q, lists.k) for x in (side.blocks, side.groups, side.column_starts))]
     tables += [x for work in (lists.forward, lists.backward) for x in (work.items, work.count, work.claims)]
-    return [*tables, *parts, *tail, lse, accumulator, *constants, dq, dk, dv]
+    return [*tables, *parts, *later, *tail, lse, accumulator, *constants, dq, dk, dv]
 
 
 def same(ours, theirs):

@@ -119,6 +119,7 @@ def main():
     from flamia.documents import Documents
     from flamia.plan import Plan
     from flamia.quantize import lists as device_lists
+    from flamia.quantize.columns import columns_of
     from flamia.quantize.finish import finish_dk_dv, finish_dq
     from flamia.quantize.prepare import prepare_backward, prepare_forward
     from flamia.recipe import get_recipe
@@ -146,6 +147,7 @@ def main():
         )
         sums = torch.zeros(tokens, heads, dim)
         finish_dk_dv(plan, sums, sums, torch.empty_like(k), torch.empty_like(v))
+        columns_of(torch.zeros(tokens, heads, dim, dtype=torch.uint8)[:, 2:6], lists.q, "pairs")
 
 
 if __name__ == "__main__":

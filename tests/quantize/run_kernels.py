@@ -22,11 +22,13 @@ import softgpu
 from flamia.documents import Documents
 from flamia.plan import Plan
 from flamia.quantize import reference as twin
+from flamia.quantize.columns import columns_of
 from flamia.quantize.finish import document_prescale, finish_dk_dv, finish_dq, fragment_order
 from flamia.quantize.payloads import Payloads, backward_specs, forward_specs
 from flamia.quantize.prepare import prepare_backward, prepare_forward
 from flamia.recipe import get_recipe
 from flamia.reference import backend, folded
+from flamia.sm90.launches import decode_nvfp4
 from flamia.worklists import work_lists
 
 # Layout conversions may move what nobody uses.
@@ -146,6 +148,15 @@ def main(recipe, dim):
     scaled = sums[0] * plan.softmax_scale
     theirs["dk"] = (twin.formats.hadamard(scaled) if plan.rotates else scaled).to(torch.bfloat16)
     theirs["dv"] = sums[1].to(torch.bfloat16)
+
+    codes = torch.randint(0, 256, (tokens, 4, dim), generator=g, dtype=torch.uint8)[:, 1:3]
+    ours["columns_of"], theirs["columns_of"] = (
+        columns_of(codes, lists.q, "mma"),
+        twin.columns_of(codes, tokens_of, "mma"),
+    )
+    if plan.recipe.format == "nvfp4":
+        rows = dataclasses.replace(items["k"], codes=items["k"].codes[:, 1:], scales=items["k"].scales[:, 1:])
+        ours["decoded"], theirs["decoded"] = decode_nvfp4(rows), twin.dequantize(rows).to(torch.bfloat16)
 
     wrong = {"accumulator": left}
     for name, theirs_here in theirs.items():

@@ -20,6 +20,7 @@ KERNELS = {
     "_gradient_kernel",
     "_dq_kernel",
     "_dk_dv_kernel",
+    "_columns_kernel",
 }
 
 
@@ -51,7 +52,7 @@ def test_compiles_without_a_gpu(chip, recipes, tmp_path):
         # ptxas 12.8 loses codes that are stored as bytes for another thread, or that leave half a register undefined.
         assert r["byte_moves"] == 0, r
         assert r["undefined"] == 0, r
-        if r["kernel"] in ("_operand_kernel", "_gradient_kernel", "_dq_kernel"):
+        if r["kernel"] in ("_operand_kernel", "_gradient_kernel", "_dq_kernel", "_columns_kernel"):
             assert r["wide_loads"], r  # 16 bytes at a time
         if r["kernel"] == "_operand_kernel" and r["label"] != "fp4:64":
             assert r["e4m3"], r

@@ -24,10 +24,11 @@ from flamia import formats
 from flamia.documents import Documents
 from flamia.plan import Plan
 from flamia.quantize import reference as twin
+from flamia.quantize.columns import columns_of
 from flamia.quantize.finish import document_prescale, finish_dk_dv, finish_dq, fragment_order
 from flamia.quantize.gradients import running_maxima
 from flamia.quantize.lists import work_lists
-from flamia.quantize.payloads import Payloads, backward_specs, forward_specs
+from flamia.quantize.payloads import COLUMN_ORDERS, Payloads, backward_specs, forward_specs
 from flamia.quantize.prepare import prepare_backward, prepare_forward
 from flamia.recipe import get_recipe
 from flamia.reference import backend, folded
@@ -227,6 +228,36 @@ def test_rotation_is_a_switch_at_every_head_dimension(rotate, dim):
     plan = plan_of(recipe, dim, 1, 1)
     ours = prepare_forward(plan, case.q, case.k, case.v, work_lists(case.documents, None, 0), columns=True)
     same_payloads(ours.payloads.items, case.forward_twin(plan, True).items)
+
+
+@pytest.mark.parametrize("order", COLUMN_ORDERS)
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
+def test_columns_of_some_heads_are_the_twins(dim, order):
+    case = Case([40, 0, 3, 33], [1], 1, 1, dim, torch.bfloat16, 5, 0)
+    g = torch.Generator().manual_seed(dim)
+    codes = torch.randint(1, 256, (81, 5, dim), generator=g, dtype=torch.uint8).to(DEVICE)[:, 1:4]
+    same(
+        columns_of(codes, work_lists(case.documents, None, 0).q, order),
+        twin.columns_of(codes, case.maps()["q"], order),
+    )
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_columns_left_for_later_are_those_made_at_once(recipe):
+    case = Case([40, 0, 3], [40, 0, 3], 2, 1, 64, torch.bfloat16, 5, 0)
+    plan, lists = plan_of(recipe, 64, 2, 1), work_lists(case.documents, None, 0)
+    whole, rest = (
+        prepare_forward(plan, case.q, case.k, case.v, lists, columns=True, later=later).payloads.items
+        for later in ((), ("q", "k"))
+    )
+    for name in whole:
+        same(rest[name].codes, whole[name].codes, name)
+        if recipe == "mxfp8" and name in ("q", "k"):
+            assert rest[name].columns.numel() == 0
+            order = {"q": "mma", "k": "pairs"}[name]
+            tables = lists.q if name == "q" else lists.k
+            same(columns_of(rest[name].codes, tables, order), whole[name].columns, name)
+    same(rest["v"].columns, whole["v"].columns)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import itertools
+import weakref
 
 import pytest
 import torch
@@ -14,12 +16,13 @@ from reference_cases import make_plan, relative_rms
 
 import flamia
 import softgpu
-from flamia import bounds
-from flamia.documents import Documents
+from flamia import bounds, launch
+from flamia.documents import Documents, column_capacity
+from flamia.quantize.prepare import prepare_backward
 from flamia.quantize.reference import dequantize, nvfp4_rows
 from flamia.quantize.tail import clear_tail, finish_forward
 from flamia.reference import backend as reference
-from flamia.sm90 import backend
+from flamia.sm90 import backend, parts
 from flamia.sm90.launches import decode_nvfp4, uneven_documents
 from softgpu.cutedsl import compiling
 
@@ -177,6 +180,147 @@ def test_from_gradients_of_outputs_to_those_of_inputs(hopper, window, determinis
     assert (dv[150:155] == 0).all()
 
 
+def in_parts(monkeypatch, count):
+    """Every backward from here on is so many parts."""
+    for module in (parts, backend):
+        monkeypatch.setattr(module, "backward_parts", lambda plan, total_q, total_k: count)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "window", "deterministic", "options"),
+    [
+        (4, 64, (None, 0), True, {}),
+        slow(2, 64, (None, None), False, {}),
+        slow(4, 128, (60, 20), True, dict(accumulator_scale="causal")),
+        (2, 64, (None, 0), True, dict(exact_operands=True, exact_ds=True, accumulator_scale="causal")),
+        (2, 64, (None, 0), True, dict(format="nvfp4")),
+        slow(4, 128, (60, 20), True, dict(format="nvfp4")),
+    ],
+    ids=str,
+)
+def test_two_parts_are_the_whole_to_the_bit(hopper, monkeypatch, kv_heads, head_dim, window, deterministic, options):
+    n = 2 * kv_heads
+    plan = native_plan(n, kv_heads, head_dim, *window, training=True, **options)
+    plan = dataclasses.replace(plan, deterministic=deterministic)
+    len_q, len_k = [70, 0, 33], [75, 5, 20]
+    # With 110 queries tables of heads begin anywhere.
+    q, k, v, documents = packed(len_q, len_k, n, kv_heads, head_dim, tail=7)
+    do, *_ = packed(len_q, len_k, n, kv_heads, head_dim, tail=7, seed=1)
+    do = do.transpose(0, 1).contiguous().transpose(0, 1)
+    dlse = torch.randn(n, 110, generator=torch.Generator().manual_seed(2))
+    for x in (q, k, v, do):
+        x[-7:] = torch.nan
+    alive = []
+
+    def prepare(plan, *arguments, **options):
+        assert not any(reference() is not None for reference in alive)  # an earlier part's memory serves this one
+        gradients = prepare_backward(plan, *arguments, **options)
+        made = [gradients.accumulator, gradients.b, gradients.payloads["do"].codes, gradients.payloads["do"].columns]
+        if "q8" not in arguments[5].items:
+            made += [arguments[5][name].columns for name in "qk"]
+        alive.extend(weakref.ref(x) for x in made)
+        heads.append((plan.heads_q, plan.heads_kv))
+        return gradients
+
+    monkeypatch.setattr(backend, "prepare_backward", prepare)
+    results = []
+    for count in (1, 2):
+        in_parts(monkeypatch, count)
+        alive.clear()
+        heads = []
+        o, _, result, kept = backend.run_forward(plan, q, k, v, documents)
+        announced = backend.empty_kept(plan, q, k, 3)
+        assert [x.shape for x in kept] == [x.shape for x in announced]
+        results.append(backend.run_backward(plan, do, dlse, o, result.lse2, result.row_max, kept, documents))
+        assert heads == [(n // count, kv_heads // count)] * count
+    for name, whole, split in zip(("dq", "dk", "dv"), *results, strict=True):
+        assert split.is_contiguous()
+        assert whole.isfinite().all()
+        if name != "dq" or deterministic:
+            assert torch.equal(whole, split), name
+        else:
+            assert relative_rms(split, whole) < 2e-3
+    assert whole[:75].any(-1).all()  # of every head
+
+
+def test_what_parts_make_again_is_not_kept(hopper, monkeypatch):
+    q, k, v, documents = packed([40, 33], [40, 33], 4, 2, 64)
+    bytes_of = {}
+    for form in ("mxfp8", "nvfp4"):
+        plan = native_plan(4, 2, 64, None, 0, training=True, format=form)
+        for count in (1, 2):
+            in_parts(monkeypatch, count)
+            *_, kept = backend.run_forward(plan, q, k, v, documents)
+            bytes_of[form, count] = sum(x.numel() * x.element_size() for x in kept)
+            again = "quantize.triton_columns" in backend.kernel_names(plan, "backward", q, documents)
+            assert again == (count == 2 and form == "mxfp8")
+    assert bytes_of["mxfp8", 1] - bytes_of["mxfp8", 2] == (4 + 2) * 64 * column_capacity(73, 2)
+    assert bytes_of["nvfp4", 1] == bytes_of["nvfp4", 2]
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "options", "count", "expected"),
+    [
+        (16, {}, 1, 7.5),
+        (16, {}, 4, 6.25),
+        (16, dict(exact_operands=True, exact_ds=True, accumulator_scale="causal"), 4, 6.25),
+        (16, dict(format="nvfp4"), 1, 9.06),
+        (16, dict(format="nvfp4"), 4, 7.06),
+        (4, {}, 1, 4.875),
+        (4, {}, 2, 4.56),
+    ],
+    ids=str,
+)
+def test_what_a_training_call_holds_at_its_peak(monkeypatch, kv_heads, options, count, expected):
+    """In BF16 tensors of q's size; docs/kernels.md counts them. Nothing is computed, nor memory touched."""
+    monkeypatch.setattr(backend, "load", lambda kernel: lambda *arguments: None)
+    monkeypatch.setattr(backend, "device_sizes", lambda index: (132, 30 << 20))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    plan = native_plan(16, kv_heads, 128, None, 0, training=True, **options)
+    tokens = 65536
+    if count > 1:
+        assert parts.backward_parts(plan, tokens, tokens) == count
+    else:
+        in_parts(monkeypatch, 1)
+    q, do = (torch.empty(tokens, 16, 128, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.empty(tokens, kv_heads, 128, dtype=torch.bfloat16) for _ in range(2))
+    cu = torch.tensor([0, 1000, tokens], dtype=torch.int32)
+    documents = Documents(cu, cu, tokens, tokens)
+    watched = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    with launch.recording("sm_90a"), watched as profile:
+        o, lse, result, kept = backend.run_forward(plan, q, k, v, documents)
+        del lse
+        backend.run_backward(plan, do, None, o, result.lse2, result.row_max, kept, documents)
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    peak = max(itertools.accumulate(sizes)) / (2 * q.numel())
+    assert expected <= peak < expected + 0.2  # an FP32 number per token and head is 1/64
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "options", "expected"),
+    [
+        (65536, 16, 16, {}, 4),  # 768 MiB in parts of 192
+        (65536, 16, 16, dict(exact_operands=True, exact_ds=True), 4),
+        (65536, 16, 16, dict(format="nvfp4"), 4),
+        (65536, 16, 4, {}, 2),  # 672 MiB; more parts would be too short
+        (1 << 20, 16, 4, {}, 4),  # no more than kv heads
+        (65536, 12, 12, {}, 3),
+        (131072, 14, 7, {}, 7),
+        (32768, 16, 16, {}, 2),
+        (16384, 16, 16, {}, 1),
+        (128, 16, 16, {}, 1),
+        (0, 16, 16, {}, 1),
+        (65536, 128, 1, {}, 1),  # one kv head is one part
+    ],
+    ids=str,
+)
+def test_how_many_parts_there_are(tokens, heads, kv_heads, options, expected):
+    plan = native_plan(heads, kv_heads, 128, None, 0, training=True, **options)
+    assert parts.backward_parts(plan, tokens, tokens) == expected
+    assert heads % expected == kv_heads % expected == 0
+
+
 @pytest.mark.parametrize(
     "options",
     [slow({}), dict(format="nvfp4"), slow(dict(exact_operands=True, exact_ds=True, accumulator_scale="causal"))],
@@ -300,6 +444,15 @@ def test_nvfp4_values_are_exact_in_bf16(shape, finite):
     nan = 0.0 if finite else 7e7
     assert torch.equal(got.float().nan_to_num(7e7), dequantize(payload).nan_to_num(nan))
     assert torch.equal(got.isnan().any(-1), broken & (not finite))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_nvfp4_values_of_some_heads(head_dim):
+    x = torch.randn(37, 6, head_dim, generator=torch.Generator().manual_seed(0))
+    whole = nvfp4_rows(x)
+    some = dataclasses.replace(whole, codes=whole.codes[:, 1:4], scales=whole.scales[:, 1:4])
+    assert torch.equal(decode_nvfp4(some), decode_nvfp4(whole)[:, 1:4])
+    assert torch.equal(decode_nvfp4(some).float(), dequantize(whole)[:, 1:4])
 
 
 @pytest.mark.parametrize("tail", [0, 1, 200])

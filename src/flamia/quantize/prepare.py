@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,11 +39,11 @@ class Operands:
 
 
 def prepare_forward(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, lists: WorkLists, *, columns: bool = False
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, lists: WorkLists, *, columns: bool = False, later: Collection[str] = ()
 ) -> Operands:
     """q, k, v [T, heads, D] -> payloads, one launch each (and, for training, one that clears the maxima).
 
-    ``columns`` adds the transposed E4M3 codes, as in ``payloads.forward_specs``.
+    ``columns`` adds the transposed E4M3 codes, as in ``payloads.forward_specs``, not to those named in ``later``.
 
     Raises:
         ValueError: tensors or a recipe that the device quantizers do not make.
@@ -51,6 +52,7 @@ def prepare_forward(
     if recipe.is_ablation:
         raise ValueError("ablations of the scales are not made by the device quantizers: use the reference backend")
     specs = forward_specs(recipe, plan.training, columns)
+    specs = tuple(replace(spec, columns=None) if spec.name in later else spec for spec in specs)
     documents = lists.k.column_starts.shape[0] - 1
     shape = (2, k.shape[1], documents) if plan.training else (2, 0)
     maxima = torch.zeros(shape, dtype=torch.float32, device=q.device)

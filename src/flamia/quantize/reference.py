@@ -112,14 +112,15 @@ def token_blocks(
     finite = exponent != formats.NAN_EXPONENT
     codes = torch.where(tokens.valid.view(-1, 1, 1) & finite.unsqueeze(-1), codes, 0)
     table = torch.where(tokens.valid.view(-1, 1), formats.encode_e8m0(exponent), 0).t().contiguous()
-    transposed = _columns(tokens.pad(codes), columns) if columns else codes.new_empty(0)
+    transposed = columns_of(codes, tokens, columns) if columns else codes.new_empty(0)
     return E4M3Payload(codes, table, transposed)
 
 
-def _columns(codes: Tensor, order: str) -> Tensor:
-    # [C, N, D] -> [N, D, C] with the tokens of every 32 reordered
-    c, n, d = codes.shape
-    blocks = codes.view(c // TOKEN_BLOCK, TOKEN_BLOCK, n, d)[:, column_order(order, codes.device)]
+def columns_of(codes: Tensor, tokens: TokenMap, order: str) -> Tensor:
+    """Columns of an ``E4M3Payload`` with these rows: [T, N, D] -> [N, D, C], the tokens of every 32 in ``order``."""
+    padded = tokens.pad(codes)
+    c, n, d = padded.shape
+    blocks = padded.view(c // TOKEN_BLOCK, TOKEN_BLOCK, n, d)[:, column_order(order, codes.device)]
     return blocks.reshape(c, n, d).permute(1, 2, 0).contiguous()
 
 

@@ -88,7 +88,11 @@ def _four(x, amax, scale, o, back, R: tl.constexpr, W: tl.constexpr, SHORT: tl.c
     do_not_specialize=[
         "total", "total_k", "capacity_blocks", "documents", "right", "lost_base", "lost_slope", "heads", "head_ratio"
     ],
-    do_not_specialize_on_alignment=["maxima_ptr", "document_max_ptr", "cu_q_ptr", "cu_k_ptr"],
+    # Tables of some heads of a call begin anywhere.
+    do_not_specialize_on_alignment=[
+        "lse2_ptr", "row_max_ptr", "dlse_ptr", "q_exponents_ptr", "maxima_ptr", "document_max_ptr", "cu_q_ptr",
+        "cu_k_ptr",
+    ],
 )  # fmt: skip
 def _gradient_kernel(
     do_ptr, do_token, do_head, o_ptr, o_token, o_head, lse2_ptr, row_max_ptr, dlse_ptr, q_exponents_ptr, groups_ptr,
@@ -302,7 +306,9 @@ def _largest(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit(do_not_specialize=["total", "documents", "steps"], do_not_specialize_on_alignment=["cu_ptr"])
+@triton.jit(
+    do_not_specialize=["total", "documents", "steps"], do_not_specialize_on_alignment=["cu_ptr", "k_ptr", "v_ptr"]
+)
 def _running_kernel(cu_ptr, k_ptr, v_ptr, k_out_ptr, v_out_ptr, total, documents, steps, BLOCK: tl.constexpr):
     """Running maxima of both tables [heads, T] from each document's start (paper A.4, the causal scale)."""
     offset = tl.program_id(0).to(tl.int64) * total

@@ -21,6 +21,7 @@ from flamia.quantize.tail import clear_tail, finish_forward
 from flamia.reference.forward import Forward
 from flamia.sm90.kernels import backward_kernels, forward_kernels
 from flamia.sm90.launches import decode_nvfp4, uneven_documents
+from flamia.sm90.parts import backward_parts, made_by_parts, made_later, part_of
 from flamia.worklists import Tiling, WorkLists, head_section
 
 
@@ -42,7 +43,8 @@ def run_forward(
     # Triton launches on the current device.
     with torch.cuda.device(q.device):
         lists = work_lists(documents, plan.left, plan.right)
-        operands = prepare_forward(plan, q, k, v, lists, columns=True)
+        later = made_later(plan, documents.total_q, documents.total_k)
+        operands = prepare_forward(plan, q, k, v, lists, columns=True, later=later)
         result = forward(plan, operands.payloads, documents, lists, q.dtype)
         lse = finish_forward(result.o, result.lse2, result.row_max, documents.cu_seqlens_q)
     assert lists.buffer is not None
@@ -53,6 +55,8 @@ def run_forward(
         payload = e4m3(operands.payloads, name)
         less[name] = dataclasses.replace(payload, **{field: payload.columns.new_empty(0)})
     payloads = dataclasses.replace(operands.payloads, items=operands.payloads.items | less)
+    if not _reads_maxima(plan):
+        payloads.k_amax, payloads.v_amax = (operands.maxima.new_empty(0) for _ in range(2))
     return result.o, lse, result, [*payloads.flatten(), operands.maxima, lists.buffer]
 
 
@@ -70,19 +74,31 @@ def run_backward(
     *tensors, maxima, buffer = kept
     k_maxima, v_maxima = maxima
     payloads = Payloads.unflatten(plan.forward_specs, tensors)
-    do = along_channels(do)
+    parts = backward_parts(plan, documents.total_q, documents.total_k)
+    later = made_later(plan, documents.total_q, documents.total_k)
     with torch.cuda.device(do.device):
         lists = lists_in(buffer, documents)
-        dlse = None if dlse is None else dlse.contiguous()
-        gradients = prepare_backward(plan, do, dlse, o, lse2, row_max, payloads, documents, lists, columns=True)
-        dk, dv, launch = bind_backward(plan, payloads, gradients, lse2, k_maxima, v_maxima, documents, lists, do.dtype)
-        launch()
-        # The memory of the gradient's codes serves dq.
-        del launch
-        gradients.payloads.clear()
+        shape = (documents.total_k, plan.heads_kv, plan.head_dim)
+        dk, dv = (torch.empty(shape, dtype=do.dtype, device=do.device) for _ in range(2))
+        for n in range(parts):
+            part = part_of(plan, payloads, lists, later, parts, n)
+            q, kv = part.q, part.kv
+            rows = (along_channels(do[:, q]), None if dlse is None else dlse[q].contiguous(), o[:, q])
+            gradients = prepare_backward(
+                part.plan, *rows, lse2[q], row_max[q], part.payloads, documents, lists, columns=True
+            )
+            bound = (part.payloads, gradients, lse2[q], k_maxima[kv], v_maxima[kv])
+            out = (dk[:, kv], dv[:, kv])
+            *_, launch = bind_backward(part.plan, *bound, documents, lists, do.dtype, out=out)
+            launch()
+            # The memory of the gradient's codes serves dq, that of the whole part the next one.
+            del rows, launch, bound
+            gradients.payloads.clear()
+            if n == 0:
+                dq = torch.empty(do.shape, dtype=do.dtype, device=do.device)
+            finish_dq(part.plan, gradients, k_maxima[kv], v_maxima[kv], documents, lists.q, dq[:, q], fragments=True)
+            del part, gradients
         clear_tail(dk, dv, documents.cu_seqlens_k)
-        dq = torch.empty(do.shape, dtype=do.dtype, device=do.device)
-        finish_dq(plan, gradients, k_maxima, v_maxima, documents, lists.q, dq, fragments=True)
     return dq, dk, dv
 
 
@@ -94,14 +110,22 @@ def _unread(plan: Plan) -> dict[str, str]:
     return {"v": "columns"} | ({"q8": "codes", "k8": "codes"} if plan.recipe.format == "nvfp4" else {})
 
 
+def _reads_maxima(plan: Plan) -> bool:
+    """Whether the backward reads the tokens' maxima of K and V, beside those of documents."""
+    return plan.recipe.accumulator_scale == "causal"
+
+
 def empty_kept(plan: Plan, q: Tensor, k: Tensor, documents: int) -> list[Tensor]:
     """Uninitialised tensors like those that ``run_forward`` keeps for the backward.
 
-    Payloads, of which fields that it does not read are of size 0; maxima of K and of V; work lists.
+    Payloads, of which fields that it does not read or makes again are of size 0; maxima of K and of V; work lists.
     """
     payloads = Payloads.unflatten(plan.forward_specs, empty_payloads(plan.forward_specs, q, k, documents))
-    for name, field in _unread(plan).items():
+    later = dict.fromkeys(made_later(plan, q.shape[0], k.shape[0]), "columns")
+    for name, field in (_unread(plan) | later).items():
         setattr(payloads[name], field, q.new_empty(0, dtype=torch.uint8))
+    if not _reads_maxima(plan):
+        payloads.k_amax, payloads.v_amax = (q.new_empty(0, dtype=torch.float32) for _ in range(2))
     maxima = q.new_empty((2, k.shape[1], documents), dtype=torch.float32)
     lists = q.new_empty(list_words(q.shape[0], k.shape[0], documents), dtype=torch.int32)
     return [*payloads.flatten(), maxima, lists]
@@ -177,16 +201,19 @@ def bind_backward(
     documents: Documents,
     lists: WorkLists,
     dtype: torch.dtype,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Callable[[], None]]:
     """Unset dk and dv of ``dtype`` [Tk, kv heads, D], and what launches the kernel that fills them and adds up dq.
 
-    lse2: of the forward, which these kernels have in the gradient's constants. Keys of no document are left unset.
+    lse2: of the forward, which these kernels have in the gradient's constants. Keys of no document are left unset. Rows
+    of payloads, and ``out``, the dk and dv to fill, may be views of some heads of more.
     """
     wide = plan.recipe.format == "nvfp4"
     q, k, v = (e4m3(payloads, name) for name in (("q8", "k8", "v") if wide else ("q", "k", "v")))
     (t,) = gradients.payloads.values()
     assert isinstance(t, E4M3Payload)
-    dk, dv = (torch.empty(v.codes.shape, dtype=dtype, device=v.codes.device) for _ in range(2))
+    dk, dv = out or (torch.empty(v.codes.shape, dtype=dtype, device=v.codes.device) for _ in range(2))
     (function,) = (load(kernel) for kernel in backward_kernels(plan, dtype))
     if documents.total_k == 0 or documents.total_q == 0 or documents.count == 0:
 
@@ -225,7 +252,7 @@ def bind_backward(
 
 def show_launches(plan: Plan, dtype: torch.dtype) -> None:
     """Every launch of a Triton kernel that a call with this plan, and its backward, may need: ``launch.recording``."""
-    payloads = dry_run(plan, dtype, columns=True)
+    payloads = dry_run(plan, dtype, columns=True, later=made_by_parts(plan))
     documents = torch.empty(2, dtype=torch.int32, device="meta")
     uneven_documents(e4m3(payloads, "v").exponents, documents, documents[:1], per_token=plan.per_token)
     if plan.recipe.format == "nvfp4":
@@ -243,8 +270,10 @@ def kernel_names(plan: Plan, direction: str, x: Tensor, documents: Documents) ->
         attention = [*decoding, *(kernel.name for kernel in forward_kernels(plan, dtype))]
         return ("quantize.triton_lists", "quantize.triton_operands", *attention, "quantize.triton_tail")
     attention = [*decoding, *(kernel.name for kernel in backward_kernels(plan, dtype))]
+    again = ["quantize.triton_columns"] if made_later(plan, documents.total_q, documents.total_k) else []
     return (
         "quantize.triton_lists",
+        *again,
         "quantize.triton_gradients",
         *attention,
         "quantize.triton_tail",

@@ -722,9 +722,9 @@ class Backward:
             gradients.rotate_back(dk)
         key = item.k0 + warp * 16
         for i in cutlass.range_constexpr(2):
-            heads = outputs[i].shape[1]
-            start = outputs[i].iterator + (Int64(item.k_start + key) * heads + item.kv) * self.head_dim
-            gradients.write_rows((dk, dv)[i], start, heads * self.head_dim, item.len_k - key, slab)
+            stride = outputs[i].stride[0]
+            start = outputs[i].iterator + (Int64(item.k_start + key) * stride + item.kv * self.head_dim)
+            gradients.write_rows((dk, dv)[i], start, stride, item.len_k - key, slab)
 
 
 def compile_backward(
@@ -733,7 +733,8 @@ def compile_backward(
     """Compile for gradients of ``dtype``; no GPU is needed. Lengths, documents, heads and windows stay free.
 
     compile: ``cute.compile`` or what stands in for it. Returns a function of the arguments of ``Backward.__call__``
-    without the stream, which is torch's current one; keys of no document are not written.
+    without the stream, which is torch's current one; keys of no document are not written. Rows of Q, K and V and dk and
+    dv may be views of some heads of tensors with more of them.
     """
     fake, free = cute.runtime.make_fake_compact_tensor, cute.sym_int32
     tokens, keys, heads, kv_heads = (free() for _ in range(4))
@@ -743,21 +744,25 @@ def compile_backward(
     def packed(kind: Any, *shape: Any, align: int) -> Any:
         return fake(kind, shape, stride_order=tuple(reversed(range(len(shape)))), assumed_align=align)
 
+    def rows(kind: Any, count: Any, heads: Any) -> Any:
+        stride = (cute.sym_int32(divisibility=d), d, 1)
+        return cute.runtime.make_fake_tensor(kind, (count, heads, d), stride, assumed_align=16)
+
     def table(kind: Any, *shape: Any) -> Any:
         return packed(kind, *shape, align=kind.width // 8)
 
     scored = BFloat16 if kernel.wide else Float8E4M3FN
     columns = packed(Float8E4M3FN, heads, d, capacity, align=16)
     arguments = [
-        packed(scored, tokens, heads, d, align=16),
-        packed(scored, keys, kv_heads, d, align=16),
-        packed(Float8E4M3FN, keys, kv_heads, d, align=16),
+        rows(scored, tokens, heads),
+        rows(scored, keys, kv_heads),
+        rows(Float8E4M3FN, keys, kv_heads),
         packed(Float8E4M3FN, tokens, heads, d, align=16),
         columns,
         packed(Float8E4M3FN, kv_heads, d, cute.sym_int32(divisibility=32), align=16),
         columns,
-        packed(dtype, keys, kv_heads, d, align=16),
-        packed(dtype, keys, kv_heads, d, align=16),
+        rows(dtype, keys, kv_heads),
+        rows(dtype, keys, kv_heads),
         packed(Float16, heads, capacity, d, align=16),
         table(Int32, free(), free(), 2),
         table(Float32, heads, tokens),

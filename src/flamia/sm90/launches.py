@@ -14,7 +14,7 @@ from flamia.launch import cdiv, launch
 from flamia.quantize.payloads import NVFP4Rows
 
 _DOCUMENTS, _WIDTH = 8, 256  # a program compares so many exponents of so many documents at a time
-_WORDS = 1024  # words of eight codes that a program decodes
+_WORDS = 1024  # words of eight codes that a program decodes, of one head of several tokens
 
 
 def uneven_documents(
@@ -52,19 +52,21 @@ def decode_nvfp4(payload: NVFP4Rows, *, finite: bool = False) -> Tensor:
     """The numbers that codes and scales stand for, BF16 [T, N, D]: exact, since they have six significant bits.
 
     A scale of NaN makes its 16 numbers NaN, or, with ``finite``, zero: as E4M3 codes of such tokens are, for a product
-    whose tiles reach into the next document and whose NaNs come from elsewhere.
+    whose tiles reach into the next document and whose NaNs come from elsewhere. The payload may be some heads of one.
     """
     total, heads, half = payload.codes.shape
     out = torch.empty((total, heads, 2 * half), dtype=torch.bfloat16, device=payload.codes.device)
-    count = out.numel() // 8
-    if count:
+    if total and heads:
+        tokens = 4 * _WORDS // half
+        words = payload.codes.view(torch.int32)
         launch(
             "flamia.sm90.triton_launches:_decode_kernel",
-            (cdiv(count, _WORDS),),
-            (payload.codes.view(torch.int32), payload.scales, out.view(torch.int32), count),
+            (cdiv(total, tokens) * heads,),
+            (words, words.stride(0), payload.scales, payload.scales.stride(0), out.view(torch.int32), total, heads),
             warps=4,
             exact=False,
             FINITE=finite,
-            WORDS=_WORDS,
+            D=2 * half,
+            TOKENS=tokens,
         )
     return out

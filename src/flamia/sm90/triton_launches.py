@@ -45,17 +45,27 @@ def _two_values(codes, scale, PLACE: tl.constexpr):
     return ((bits(low) >> 16) & 0xFFFF) | (bits(high) & -65536)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _decode_kernel(codes_ptr, scales_ptr, out_ptr, count, FINITE: tl.constexpr, WORDS: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * WORDS
-    word = start + tl.arange(0, WORDS)
-    inside = word < count
-    codes = tl.load(codes_ptr + word, inside, 0)
-    scale = decode_e4m3(tl.load(scales_ptr + word // 2, inside, 0), False)
+# Scales of some heads begin anywhere, and are read a byte at a time.
+@triton.jit(do_not_specialize=["scales_stride", "total", "heads"], do_not_specialize_on_alignment=["scales_ptr"])
+def _decode_kernel(
+    codes_ptr, codes_stride, scales_ptr, scales_stride, out_ptr, total, heads, FINITE: tl.constexpr, D: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = D // 8  # words of a row
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    first = (tl.program_id(0) // heads).to(tl.int64) * TOKENS
+    place = tl.arange(0, TOKENS * WIDTH)
+    token, word = first + place // WIDTH, place % WIDTH
+    inside = token < total
+    codes = tl.load(codes_ptr + token * codes_stride + head * WIDTH + word, inside, 0)
+    scale = tl.load(scales_ptr + token * scales_stride + head * (WIDTH // 2) + word // 2, inside, 0)
+    scale = decode_e4m3(scale, False)
     if FINITE:
         scale = tl.where(scale == scale, scale, 0.0)
     # Words, not bytes, where another thread stores what one has decoded.
     even = tl.join(_two_values(codes, scale, 0), _two_values(codes, scale, 16))
     odd = tl.join(_two_values(codes, scale, 8), _two_values(codes, scale, 24))
-    out = start * 4 + tl.arange(0, 4 * WORDS)
-    tl.store(out_ptr + out, tl.reshape(tl.join(even, odd), (4 * WORDS,)), out < count.to(tl.int64) * 4)
+    place = tl.arange(0, 4 * TOKENS * WIDTH)
+    token, word = first + place // (4 * WIDTH), place % (4 * WIDTH)
+    values = tl.reshape(tl.join(even, odd), (4 * TOKENS * WIDTH,))
+    tl.store(out_ptr + (token * heads + head) * (4 * WIDTH) + word, values, token < total)
