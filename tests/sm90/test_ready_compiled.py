@@ -45,8 +45,8 @@ def test_a_training_call_without_any_compiler(tmp_path):
     # q, k, v and do at odd addresses take four variants that assume nothing, and give the same bits.
     assert set(said["elsewhere"].values()) == {True}
     assert said["second"] == said["first"] | {"ready": said["first"]["ready"] + 4}
-    # In two parts Q and K are quantized without columns, which have launches of their own; tables of some heads, wherever
-    # they begin, need no other variant.
+    # In two parts Q and K are quantized without columns, which have launches of their own. Tables of some heads,
+    # wherever they begin, need no other variant.
     assert said["ran_split"] == FORWARD + PART * 2 + BACKWARD[-1:]
     assert set(said["split"].values()) == {True}
     assert said["third"] == said["second"] | {"ready": said["second"]["ready"] + 4}
