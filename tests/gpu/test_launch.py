@@ -134,12 +134,14 @@ def test_streams_graphs_and_threads(ready, inputs):
 FIRST_CALL = """
 import sys, time
 from importlib.abc import MetaPathFinder
+import torch
+torch.cuda.init()  # torch itself asks whether there is a Triton
 class Refuse(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in ("triton", "cutlass"):
             raise ModuleNotFoundError(name, name=name)
 sys.meta_path.insert(0, Refuse())
-import torch, flamia
+import flamia
 q, k, v = (torch.randn(1000, 2, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
 cu = torch.tensor([0, 1000], dtype=torch.int32, device="cuda")
 o = (q @ q.transpose(1, 2)).sum()  # what torch itself starts up
