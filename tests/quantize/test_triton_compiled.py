@@ -52,7 +52,9 @@ def test_compiles_without_a_gpu(chip, recipes, tmp_path):
         # ptxas 12.8 loses codes that are stored as bytes for another thread, or that leave half a register undefined.
         assert r["byte_moves"] == 0, r
         assert r["undefined"] == 0, r
-        if r["kernel"] in ("_operand_kernel", "_gradient_kernel", "_dq_kernel", "_columns_kernel"):
+        # Rows of 24 words, those of columns at D = 96, are not whole multiples of a warp's pieces of 16 bytes.
+        narrow = r["kernel"] == "_columns_kernel" and r["label"].endswith(":96")
+        if r["kernel"] in ("_operand_kernel", "_gradient_kernel", "_dq_kernel", "_columns_kernel") and not narrow:
             assert r["wide_loads"], r  # 16 bytes at a time
         if r["kernel"] == "_operand_kernel" and r["label"] != "fp4:64":
             assert r["e4m3"], r

@@ -89,8 +89,10 @@ def test_the_backward_keeps_accumulators_in_registers(head_dim, masks, options, 
     kernel = Backward(head_dim, 2, MASKS[masks], rotate=head_dim == 128, **options)
     stack, sass = machine_code(compile_backward, kernel, tmp_path, monkeypatch)
     scarce = head_dim == 128 and (kernel.exact or kernel.deterministic)
-    # Where registers are scarce, addresses and exponents of an item lie on the stack: an accumulator has 128 bytes.
-    assert stack <= 80 if scarce else stack == 0
+    # Where registers are scarce, addresses and exponents of an item lie on the stack: an accumulator has 128 bytes. So
+    # does where a walk without a mask begins, which is one number more.
+    walks_around = head_dim == 128 and kernel.around
+    assert stack <= (80 if scarce else 8 if walks_around else 0)
     # Each loop over steps (masks; all kinds of them) and the first step have scores and dP; each loop and the last step
     # have dV and dK of 64 queries and dQ of 128 keys, 64 channels or half of all at a time.
     parts = 4 if masks == "window" else 3
