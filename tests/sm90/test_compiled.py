@@ -67,7 +67,9 @@ def test_the_forward_spills_nothing(head_dim, masks, options, tmp_path, monkeypa
     kernel = Forward(head_dim, 2, MASKS[masks], **options)
     stack, sass = machine_code(compile_forward, kernel, tmp_path, monkeypatch)
     if options == dict(exact=True, exponential="schraudolph") and head_dim == 128:
-        assert stack <= 8  # an item's number: inference alone has both, and its loops none to spare
+        # One number of an item, written once and read twice outside of the loops over tiles: no product waits for it.
+        assert stack <= 8
+        assert len(re.findall(r"\b(?:STL|LDL)\b", sass)) <= 3
     else:
         assert stack == 0
         assert not re.search(r"\b(STL|LDL)\b", sass)

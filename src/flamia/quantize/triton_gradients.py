@@ -1,9 +1,4 @@
-"""One launch for the output gradient: payloads, delta, norms, the backward's constants, a cleared accumulator.
-
-Twins: ``reference.backend.run_backward`` up to the backend's call, ``reference.backward.prescale`` and the constants of
-``reference.folded._ChunkBackward``. A program owns 256 tokens of one document and head, the group that shares C in the
-folded backward, and walks over it in steps; what depends on the whole group is finished after the last step.
-"""
+"""The kernels of ``gradients``, which says what they make and names their twins."""
 
 # Kernels take pointers and tiles, which have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
