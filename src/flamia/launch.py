@@ -40,6 +40,7 @@ TYPES = {
 }
 ALIGNMENT = 16  # bytes of pointers, elements of strides
 _NARROW = 1 << 31
+LAYER = 65535  # most programs along the second number of a grid
 
 Argument = Tensor | int | float
 
@@ -201,6 +202,17 @@ def launch(
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up."""
     return -(-a // b)
+
+
+def head_grid(tiles: int, heads: int) -> tuple[int, int, int]:
+    """Programs for each of ``tiles`` of each head, heads fastest, since they are neighbours in memory.
+
+    The second number of a grid is at most ``LAYER``, so that many tiles take the third one too, and the last programs may have
+    none: kernels ask ``triton_operands.tile_here``. A division by the number of heads, which is an argument and not a
+    constant, would be 20 to 30 instructions in front of every load.
+    """
+    layers = cdiv(tiles, LAYER)
+    return heads, cdiv(tiles, layers), layers
 
 
 def interpreted() -> bool:

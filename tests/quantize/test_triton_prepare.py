@@ -20,7 +20,7 @@ import dataclasses
 import math
 from unittest import mock
 
-from flamia import formats
+from flamia import formats, launch
 from flamia.documents import Documents
 from flamia.plan import Plan
 from flamia.quantize import reference as twin
@@ -376,6 +376,22 @@ def test_running_maxima_restart_at_documents():
     for ours, table in zip(running_maxima(documents, *tables), tables, strict=True):
         for a, b in zip(cu.tolist(), cu.tolist()[1:], strict=False):
             same(ours[:, a:b], table[:, a:b].cummax(1).values if b > a else table[:, a:b])
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8-folded", FP4])
+def test_more_tiles_than_the_second_number_of_a_grid_holds(recipe, monkeypatch):
+    """Seven blocks of operands and of columns, three groups of gradients, in layers of two: some programs have none."""
+    monkeypatch.setattr(launch, "LAYER", 2)
+    assert launch.head_grid(7, 3) == (3, 2, 4)
+    case = Case([33, 70, 7], [33, 70, 7], 2, 1, 32, torch.bfloat16, 0, 0)
+    drawn = case, 1, 2, 32
+    check_operands(recipe, drawn, True)
+    check_gradients(recipe, drawn, True, False, 0)
+    check_dq(recipe, recipe != "fp4", drawn)
+    g = torch.Generator().manual_seed(0)
+    codes = torch.randint(1, 256, (110, 2, 32), generator=g, dtype=torch.uint8).to(DEVICE)
+    tables = work_lists(case.documents, None, 0).q
+    same(columns_of(codes, tables, "mma"), twin.columns_of(codes, case.maps()["q"], "mma"))
 
 
 SCALES = ["mxfp8", "mxfp8-folded-exact", "nvfp4", FP4]  # of the accumulator: each kind

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flamia.launch import launch
+from flamia.launch import head_grid, launch
 from flamia.quantize.operands import ORDERS, ROWS
 from flamia.worklists import TokenTables
 
@@ -32,8 +32,8 @@ def columns_of(codes: Tensor, tables: TokenTables, order: str) -> Tensor:
         words = codes.view(torch.int32)
         launch(
             "flamia.quantize.triton_columns:_columns_kernel",
-            (blocks * heads,),
-            (words, words.stride(0), words.stride(1), tables.blocks, out.view(torch.int32), blocks, heads),
+            head_grid(blocks, heads),
+            (words, words.stride(0), words.stride(1), tables.blocks, out.view(torch.int32), blocks),
             warps=1,
             D=dim,
             Q=1 << (dim // 4 - 1).bit_length(),

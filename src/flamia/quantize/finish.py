@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flamia.bounds import ACCUMULATOR_TARGET
 from flamia.documents import Documents, column_capacity
-from flamia.launch import cdiv, launch
+from flamia.launch import cdiv, head_grid, launch
 from flamia.plan import Plan
 from flamia.quantize.gradients import Gradients, lost_line
 from flamia.quantize.operands import chunk_width
@@ -62,7 +62,7 @@ def finish_dq(
         rows = 32 if dim <= 128 else 64
         launch(
             "flamia.quantize.triton_finish:_dq_kernel",
-            (cdiv(capacity, rows) * heads,),
+            head_grid(cdiv(capacity, rows), heads),
             (
                 gradients.accumulator, tables.blocks, gradients.prescale, gradients.maxima, k_maxima, v_maxima,
                 documents.cu_seqlens_k, out, out.stride(0), out.stride(1), total, capacity // 32, documents.count,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flamia.bounds import ACCUMULATOR_TARGET, lost_weight
 from flamia.documents import Documents, column_capacity
-from flamia.launch import launch
+from flamia.launch import head_grid, launch
 from flamia.plan import Plan
 from flamia.quantize.operands import (
     ORDERS,
@@ -161,16 +161,17 @@ def quantize_gradient(
             raise ValueError("k_amax or v_amax is None: accumulator_scale='causal' needs both")
         k_running, v_running = running_maxima(documents, k_amax, v_amax)
     groups = lists.q.groups
-    grid = (groups.shape[0] * heads,)
-    if grid[0] == 0:
+    tiles = groups.shape[0]
+    if tiles == 0 or heads == 0:
         return result
+    grid = head_grid(tiles, heads)
     maxima = zeros.view(torch.int32)
     warps, width = chunk_warps(dim), chunk_width(dim)
     if four:
         launch(
             "flamia.quantize.triton_gradients:_document_maxima_kernel",
             grid,
-            (do, do.stride(0), do.stride(1), groups, maxima[2], count, heads),
+            (do, do.stride(0), do.stride(1), groups, maxima[2], tiles, count),
             warps=warps,
             D=dim,
             W=width,
@@ -190,8 +191,8 @@ def quantize_gradient(
             do, do.stride(0), do.stride(1), o, o.stride(0), o.stride(1), lse2, row_max, lse2 if dlse is None else dlse,
             q_exponents if q_exponents is not None else result.delta, groups, *outputs, maxima[2 if four else 0],
             result.delta, result.norm, maxima, result.prescale, result.accumulator, result.addend, result.unit,
-            result.b, result.power, documents.cu_seqlens_q, documents.cu_seqlens_k, k_running, v_running, total,
-            documents.total_k, capacity // 32, count, UNBOUNDED if plan.right is None else plan.right,
+            result.b, result.power, documents.cu_seqlens_q, documents.cu_seqlens_k, k_running, v_running, tiles,
+            total, documents.total_k, capacity // 32, count, UNBOUNDED if plan.right is None else plan.right,
             *lost_line(plan), heads, plan.ratio,
         ),
         warps=warps, D=dim, W=width, R=ROWS, FOLDED=folded, PER_TOKEN=plan.per_token or folded, FOUR=four,

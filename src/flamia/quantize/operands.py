@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flamia.documents import column_capacity
 from flamia.formats import MIN_EXPONENT
-from flamia.launch import launch
+from flamia.launch import head_grid, launch
 from flamia.quantize.payloads import E2M1Tokens, E4M3Payload, NVFP4Columns, NVFP4Rows, Payload, Spec
 from flamia.quantize.reference import VALUE_MIN_EXPONENT
 from flamia.worklists import TokenTables
@@ -130,7 +130,7 @@ def quantize_operand(
     if capacity and heads:
         launch(
             "flamia.quantize.triton_operands:_operand_kernel",
-            (capacity // ROWS * heads,),
+            head_grid(capacity // ROWS, heads),
             (
                 x, x.stride(0), x.stride(1), tables.blocks, e4m3.codes.view(torch.int32), e4m3.exponents,
                 e4m3.columns.view(torch.int32), nv_rows.codes.view(torch.int32),

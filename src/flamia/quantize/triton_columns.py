@@ -12,16 +12,17 @@ import triton
 import triton.language as tl
 
 from flamia.quantize.triton_formats import column_token
-from flamia.quantize.triton_operands import store_columns
+from flamia.quantize.triton_operands import store_columns, tile_here
 
 
-@triton.jit(do_not_specialize=["capacity_blocks", "heads"])
+@triton.jit(do_not_specialize=["capacity_blocks"])
 def _columns_kernel(
-    codes_ptr, token_stride, head_stride, blocks_ptr, columns_ptr, capacity_blocks, heads,
+    codes_ptr, token_stride, head_stride, blocks_ptr, columns_ptr, capacity_blocks,
     D: tl.constexpr, Q: tl.constexpr, R: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0) % heads
-    block = tl.program_id(0) // heads
+    head, block = tl.program_id(0), tile_here()
+    if block >= capacity_blocks:
+        return
     first, valid = tl.load(blocks_ptr + block * 4), tl.load(blocks_ptr + block * 4 + 1)
     position = column_token(tl.arange(0, R), ORDER)
     token, q = (first + position).to(tl.int64)[:, None], tl.arange(0, Q)[None, :]

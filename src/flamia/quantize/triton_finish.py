@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from flamia.quantize.triton_formats import ceil_log2, hadamard, pow2, round_to
+from flamia.quantize.triton_operands import tile_here
 
 
 @triton.jit
@@ -79,8 +80,9 @@ def _dq_kernel(
     heads, ratio, D: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
     ROTATE: tl.constexpr, SCALED: tl.constexpr, CAUSAL: tl.constexpr, TARGET: tl.constexpr, FRAGMENTS: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0) % heads
-    tile = tl.program_id(0) // heads
+    head, tile = tl.program_id(0), tile_here()
+    if tile * (R // 32) >= capacity_blocks:
+        return
     r = tl.arange(0, R)
     d = tl.arange(0, W)
     block = tile * (R // 32) + r // 32

@@ -40,6 +40,7 @@ from flamia.quantize.triton_operands import (
     store_nvfp4_columns,
     store_rows,
     store_scales,
+    tile_here,
     widen_chunks,
 )
 
@@ -81,7 +82,8 @@ def _four(x, amax, scale, o, back, R: tl.constexpr, W: tl.constexpr, SHORT: tl.c
 
 @triton.jit(
     do_not_specialize=[
-        "total", "total_k", "capacity_blocks", "documents", "right", "lost_base", "lost_slope", "heads", "head_ratio"
+        "tiles", "total", "total_k", "capacity_blocks", "documents", "right", "lost_base", "lost_slope", "heads",
+        "head_ratio",
     ],
     # Tables of some heads of a call begin anywhere.
     do_not_specialize_on_alignment=[
@@ -93,15 +95,17 @@ def _gradient_kernel(
     do_ptr, do_token, do_head, o_ptr, o_token, o_head, lse2_ptr, row_max_ptr, dlse_ptr, q_exponents_ptr, groups_ptr,
     codes_ptr, scales_ptr, exponents_ptr, columns_ptr, column_scales_ptr, document_exponents_ptr, document_max_ptr,
     delta_ptr, norm_ptr, maxima_ptr, prescale_ptr, accumulator_ptr, addend_ptr, unit_ptr, b_ptr, power_ptr,
-    cu_q_ptr, cu_k_ptr, k_running_ptr, v_running_ptr, total, total_k, capacity_blocks, documents, right, lost_base,
-    lost_slope, heads, head_ratio, D: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+    cu_q_ptr, cu_k_ptr, k_running_ptr, v_running_ptr, tiles, total, total_k, capacity_blocks, documents, right,
+    lost_base, lost_slope, heads, head_ratio, D: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
     FOLDED: tl.constexpr, PER_TOKEN: tl.constexpr, FOUR: tl.constexpr, WITH_COLUMNS: tl.constexpr,
     ORDER: tl.constexpr, DLSE: tl.constexpr, CAUSAL: tl.constexpr, OUTSIDE: tl.constexpr, CLEAR: tl.constexpr,
     TARGET: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     CHUNKS: tl.constexpr = D // W
-    head = tl.program_id(0) % heads
-    group = groups_ptr + (tl.program_id(0) // heads) * 6
+    head, tile = tl.program_id(0), tile_here()
+    if tile >= tiles:
+        return
+    group = groups_ptr + tile * 6
     first, valid, rows = tl.load(group), tl.load(group + 1), tl.load(group + 2)
     document, column, width = tl.load(group + 3), tl.load(group + 4), tl.load(group + 5)
     capacity = capacity_blocks.to(tl.int64) * 32
@@ -276,14 +280,16 @@ def _gradient_kernel(
             tl.store(power_ptr + table + position, shift, mask)
 
 
-@triton.jit(do_not_specialize=["documents", "heads"], do_not_specialize_on_alignment=["maxima_ptr"])
+@triton.jit(do_not_specialize=["tiles", "documents"], do_not_specialize_on_alignment=["maxima_ptr"])
 def _document_maxima_kernel(
-    x_ptr, token_stride, head_stride, groups_ptr, maxima_ptr, documents, heads,
+    x_ptr, token_stride, head_stride, groups_ptr, maxima_ptr, tiles, documents,
     D: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """max |x| of each document and head, as bits: the second level of NVFP4 columns, known before any code is."""
-    head = tl.program_id(0) % heads
-    group = groups_ptr + (tl.program_id(0) // heads) * 6
+    head, tile = tl.program_id(0), tile_here()
+    if tile >= tiles:
+        return
+    group = groups_ptr + tile * 6
     first, valid, document = tl.load(group), tl.load(group + 1), tl.load(group + 3)
     r, d = tl.arange(0, R), tl.arange(0, W)
     top = tl.zeros((R,), tl.int32)

@@ -38,6 +38,12 @@ from flamia.quantize.triton_formats import (
 
 
 @triton.jit
+def tile_here():
+    """The tile of a program of a ``launch.head_grid``; in the last layer it may be past the last one."""
+    return tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+
+
+@triton.jit
 def load_chunks(pointer, mask, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
     """A tile of BF16 or FP16 rows in chunks; pointer [R, W], or some of its columns, at chunk 0, mask [R, 1]."""
     x0 = tl.load(pointer, mask, 0.0)
@@ -222,8 +228,9 @@ def _operand_kernel(
     ROWS4: tl.constexpr, COLUMNS4: tl.constexpr, TOKENS4: tl.constexpr, AMAX: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     CHUNKS: tl.constexpr = D // W
-    head = tl.program_id(0) % heads
-    block = tl.program_id(0) // heads
+    head, block = tl.program_id(0), tile_here()
+    if block >= capacity_blocks:
+        return
     first, valid = tl.load(blocks_ptr + block * 4), tl.load(blocks_ptr + block * 4 + 1)
     rows, document = tl.load(blocks_ptr + block * 4 + 2), tl.load(blocks_ptr + block * 4 + 3)
     # Behind the last token there is only padding. E4M3 alone waits for memory, not for instructions.

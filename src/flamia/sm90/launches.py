@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flamia.bounds import FOLD_RANGE
 from flamia.documents import TOKEN_BLOCK
-from flamia.launch import cdiv, launch
+from flamia.launch import cdiv, head_grid, launch
 from flamia.quantize.payloads import NVFP4Rows
 
 _DOCUMENTS, _WIDTH = 8, 256  # a program compares so many exponents of so many documents at a time
@@ -61,7 +61,7 @@ def decode_nvfp4(payload: NVFP4Rows, *, finite: bool = False) -> Tensor:
         words = payload.codes.view(torch.int32)
         launch(
             "flamia.sm90.triton_launches:_decode_kernel",
-            (cdiv(total, tokens) * heads,),
+            head_grid(cdiv(total, tokens), heads),
             (words, words.stride(0), payload.scales, payload.scales.stride(0), out.view(torch.int32), total, heads),
             warps=4,
             exact=False,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from flamia.quantize.triton_formats import bits, decode_e2m1, decode_e4m3
+from flamia.quantize.triton_operands import tile_here
 
 
 @triton.jit(do_not_specialize=["total", "documents"], do_not_specialize_on_alignment=["cu_ptr", "count_ptr"])
@@ -52,8 +53,7 @@ def _decode_kernel(
     TOKENS: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = D // 8  # words of a row
-    head = (tl.program_id(0) % heads).to(tl.int64)
-    first = (tl.program_id(0) // heads).to(tl.int64) * TOKENS
+    head, first = tl.program_id(0).to(tl.int64), tile_here().to(tl.int64) * TOKENS
     place = tl.arange(0, TOKENS * WIDTH)
     token, word = first + place // WIDTH, place % WIDTH
     inside = token < total
