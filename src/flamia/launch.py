@@ -207,8 +207,8 @@ def cdiv(a: int, b: int) -> int:
 def head_grid(tiles: int, heads: int) -> tuple[int, int, int]:
     """Programs for each of ``tiles`` of each head, heads fastest, since they are neighbours in memory.
 
-    The second number of a grid is at most ``LAYER``, so that many tiles take the third one too, and the last programs may have
-    none: kernels ask ``triton_operands.tile_here``. A division by the number of heads, which is an argument and not a
+    The second number of a grid is at most ``LAYER``: many tiles take the third one too, and the last programs may have
+    none. Kernels ask ``triton_operands.tile_here``. A division by the number of heads, which is an argument and not a
     constant, would be 20 to 30 instructions in front of every load.
     """
     layers = cdiv(tiles, LAYER)

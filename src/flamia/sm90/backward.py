@@ -31,6 +31,7 @@ from flamia.sm90.instructions import (
     raise_to,
 )
 from flamia.sm90.key_work import STEP, KeyItem, KeyTables, around, key_item_at, turn
+from flamia.sm90.rows import SLAB, write_rows
 from flamia.sm90.work import TILE, Masks
 
 THREADS = 384
@@ -43,7 +44,6 @@ Q_FACTOR, POWER, A, EXACT_NUMBERS = 168, 248, 328, 408
 # What is needed a step later, for dq: an exponent per query, how many tiles of keys add before this one.
 DQ, TURN, LATE = 0, 64, 72
 NONE = -1000
-SLAB = 512  # words of shared memory in which a warp lays out what it writes
 
 
 class Backward:
@@ -724,7 +724,7 @@ class Backward:
         for i in cutlass.range_constexpr(2):
             stride = outputs[i].stride[0]
             start = outputs[i].iterator + (Int64(item.k_start + key) * stride + item.kv * self.head_dim)
-            gradients.write_rows((dk, dv)[i], start, stride, item.len_k - key, slab)
+            write_rows((dk, dv)[i], start, stride, item.len_k - key, slab)
 
 
 def compile_backward(

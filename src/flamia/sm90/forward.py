@@ -22,7 +22,8 @@ from cutlass.tensor_utils import LayoutEnum
 from flamia.bounds import SUM_MANTISSAS, SUM_WINDOWS
 from flamia.sm90 import softmax
 from flamia.sm90.claims import BoardStorage, board_in, claim, init_board, leave, post, take
-from flamia.sm90.instructions import arrive_after, arrive_after_all, as_float, lane_here, pack_half
+from flamia.sm90.instructions import arrive_after, arrive_after_all, as_float, lane_here
+from flamia.sm90.rows import SLAB, write_rows
 from flamia.sm90.work import TILE, Item, Masks, Tables, item_at
 
 SUM_COLUMNS = SUM_WINDOWS  # the least that a value product can have more
@@ -144,6 +145,7 @@ class Forward:
             v_empty: cute.struct.MemRange[Int64, stages]
             board: BoardStorage
             scales: cute.struct.Align[cute.struct.MemRange[Float32, stages * self.scales + self.waiting], 128]
+            slabs: cute.struct.Align[cute.struct.MemRange[Int32, 8 * SLAB], 128]
             sQ: cute.struct.Align[cute.struct.MemRange[kind, cute.cosize(sQ_layout)], 1024]
             sK: cute.struct.Align[cute.struct.MemRange[kind, cute.cosize(sK_layout)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[f8, cute.cosize(sV_layout)], 1024]
@@ -213,7 +215,7 @@ class Forward:
                 load_scales(exponents, scales, sV_words, work, barriers)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.compute(mmas, (sQ, sK, sV), scales, exponents[0], outputs, work, barriers)
+            self.compute(mmas, (sQ, sK, sV), scales, exponents[0], outputs, storage.slabs.data_ptr(), work, barriers)
 
     @cute.jit
     def _init_barriers(self, barriers):
@@ -374,7 +376,7 @@ class Forward:
         leave(work[2].claims)
 
     @cute.jit
-    def compute(self, mmas, shared, scales, eQ, outputs, work, barriers):
+    def compute(self, mmas, shared, scales, eQ, outputs, slabs, work, barriers):
         """A warpgroup: 64 queries of each item."""
         q_full, q_empty, k_full, _, v_full, v_empty = barriers
         mma_qk, mma_pv = mmas
@@ -440,10 +442,9 @@ class Forward:
             self.release(q_empty)
             if const_expr(self.exact):
                 first_row, lane = self.place_here()
-                row = item.q0 + first_row + lane // 4
                 softmax.take_back(rows, self.held(scales))
             if item.mine != 0:
-                self.store(out, rows, outputs, item, row, lane)
+                self.store(out, rows, outputs, item, item.q0 + first_row, lane, slabs + first_row // 16 * SLAB)
             n += 1
             at = take(work[4], n)
 
@@ -637,21 +638,21 @@ class Forward:
                     out[c, r, j] = out[c, r, j] * factor + p[c, r, j]
 
     @cute.jit
-    def store(self, out, rows, outputs, item, row, lane):
-        """Normalise and write the thread's two rows of o, lse2 and M; rows past the document's end are not written."""
+    def store(self, out, rows, outputs, item, first, lane, slab):
+        """Normalise and write this warp's 16 rows of o, lse2 and M; rows past the document's end are not written."""
         mO, mLse, mM = outputs
-        kind = "bf16" if const_expr(mO.element_type is BFloat16) else "f16"
         for r in cutlass.range_constexpr(2):
             inverse, lse2, m = softmax.finish(rows, r, self.p_shift, not (self.careful or self.exact))
-            i = row + 8 * r
-            if i < item.len_q:
-                token = item.q_start + i
-                if lane % 4 == 0:
-                    mLse[item.head, token] = lse2
-                    mM[item.head, token] = m
-                words = cute.recast_tensor(mO[token, None, item.head], Int32)
-                for j in cutlass.range_constexpr(self.head_dim // 8):
-                    words[4 * j + lane % 4] = pack_half(out[0, r, j] * inverse, out[1, r, j] * inverse, kind)
+            i = first + lane // 4 + 8 * r
+            if i < item.len_q and lane % 4 == 0:
+                mLse[item.head, item.q_start + i] = lse2
+                mM[item.head, item.q_start + i] = m
+            for j in cutlass.range_constexpr(self.head_dim // 8):
+                for c in cutlass.range_constexpr(2):
+                    out[c, r, j] = out[c, r, j] * inverse
+        start = mO.iterator + (Int64(item.q_start + first) * mO.stride[0] + item.head * self.head_dim)
+        parts = cute.make_tensor(out.iterator, cute.make_layout((2, 2, 8, self.head_dim // 64)))
+        write_rows(parts, start, mO.stride[0], item.len_q - first, slab)
 
 
 def compile_forward(
