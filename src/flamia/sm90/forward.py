@@ -29,6 +29,7 @@ from flamia.sm90.work import TILE, Item, Masks, Tables, item_at
 SUM_COLUMNS = SUM_WINDOWS  # the least that a value product can have more
 THREADS = 384
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
+Q_STAGES = 2  # tiles of Q in flight: the next item's comes while this one is worked on
 FIRST_TURN = 1  # barriers on which the first and the second warpgroup wait for their turn at the powers
 UNIT = 8  # scales of a tile in shared memory, FP32: 2^e_K and e_V of its four blocks, and 2^-top (careful: 0)
 # The same for exact operands: 2^e_K and e_V + a of every key (``Forward.numbers``), and whether sums need corrections.
@@ -119,7 +120,7 @@ class Forward:
         kind = BFloat16 if self.wide else f8
         row_atom = self._atom(d, kind)
         column_atom = self._atom(TILE, f8)
-        sQ_layout = cute.tile_to_shape(row_atom, (TILE, d), (0, 1))
+        sQ_layout = cute.tile_to_shape(row_atom, (TILE, d, Q_STAGES), (0, 1, 2))
         sK_layout = cute.tile_to_shape(row_atom, (TILE, d, stages), (0, 1, 2))
         sV_layout = cute.tile_to_shape(column_atom, (self.value_rows, TILE, stages), (0, 1, 2))
         sV_box = cute.tile_to_shape(column_atom, (d, TILE), (0, 1))
@@ -127,7 +128,7 @@ class Forward:
         mQ, mK, mO = (cute.make_tensor(x.iterator, cute.select(x.layout, [0, 2, 1])) for x in (mQ, mK, mO))
         mV = cute.make_tensor(mV.iterator, cute.select(mV.layout, [1, 2, 0]))
         load = cpasync.CopyBulkTensorTileG2SOp()
-        tmaQ, tQ = cpasync.make_tiled_tma_atom(load, mQ, sQ_layout, (TILE, d))
+        tmaQ, tQ = cpasync.make_tiled_tma_atom(load, mQ, cute.select(sQ_layout, [0, 1]), (TILE, d))
         tmaK, tK = cpasync.make_tiled_tma_atom(load, mK, cute.select(sK_layout, [0, 1]), (TILE, d))
         tmaV, tV = cpasync.make_tiled_tma_atom(load, mV, sV_box, (d, TILE))
         mma_qk = hopper.make_trivial_tiled_mma(kind, kind, k_major, k_major, Float32, (2, 1, 1), (64, TILE))
@@ -137,8 +138,8 @@ class Forward:
 
         @cute.struct
         class Storage:
-            q_full: cute.struct.MemRange[Int64, 1]
-            q_empty: cute.struct.MemRange[Int64, 1]
+            q_full: cute.struct.MemRange[Int64, Q_STAGES]
+            q_empty: cute.struct.MemRange[Int64, Q_STAGES]
             k_full: cute.struct.MemRange[Int64, stages]
             k_empty: cute.struct.MemRange[Int64, stages]
             v_full: cute.struct.MemRange[Int64, stages]
@@ -221,8 +222,9 @@ class Forward:
     def _init_barriers(self, barriers):
         q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
         consumers = 8  # warps
-        cute.arch.mbarrier_init(q_full, 1)
-        cute.arch.mbarrier_init(q_empty, consumers)
+        for stage in cutlass.range_constexpr(Q_STAGES):
+            cute.arch.mbarrier_init(q_full + stage, 1)
+            cute.arch.mbarrier_init(q_empty + stage, consumers)
         for stage in cutlass.range_constexpr(self.stages):
             cute.arch.mbarrier_init(k_full + stage, 2)  # the copy, and the scales
             cute.arch.mbarrier_init(k_empty + stage, consumers)
@@ -254,10 +256,11 @@ class Forward:
             tQs, tQg = self._partition(tmaQ, sQ, gQ)
             tKs, tKg = self._partition(tmaK, sK, gK)
             tVs, tVg = self._partition(tmaV, sV, gV)
-            cute.arch.mbarrier_wait(q_empty, (n + 1) & 1)
+            which = n % Q_STAGES
+            cute.arch.mbarrier_wait(q_empty + which, (n // Q_STAGES + 1) & 1)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(q_full, TILE * row_bytes)
-            cute.copy(tmaQ, tQg, tQs, tma_bar_ptr=q_full)
+                cute.arch.mbarrier_arrive_and_expect_tx(q_full + which, TILE * row_bytes)
+            cute.copy(tmaQ, tQg, tQs[None, which], tma_bar_ptr=q_full + which)
             for j in cutlass.range(item.first, item.stop, unroll=1):
                 stage, phase = tile & (self.stages - 1), ((tile >> self.bits) + 1) & 1
                 cute.arch.mbarrier_wait(k_empty + stage, phase)
@@ -396,7 +399,6 @@ class Forward:
         out = cute.make_rmem_tensor((2, 2, self.head_dim // 8), Float32)
         rows = cute.make_rmem_tensor((2, 8), Float32)
         registers = (scores, partial, out, cute.recast_tensor(tOrP, Int32), rows)
-        operands = (mma_qk, mma_pv, tSrQ, tSrK, tOrP, tOrV)
         n, tile = Int32(0), Int32(0)
         at = take(work[4], n)
         if group == 1:
@@ -413,14 +415,16 @@ class Forward:
                 softmax.hold(self.held(scales), [self.q_scale(eQ, item, work[3][0], row + 8 * r) for r in range(2)])
             else:
                 q_scale = self.q_scale(eQ, item, work[3][0], item.q0 + first_row)
-            cute.arch.mbarrier_wait(q_full, n & 1)
+            which = n % Q_STAGES
+            operands = (mma_qk, mma_pv, tSrQ[None, None, None, which], tSrK, tOrP, tOrV)
+            cute.arch.mbarrier_wait(q_full + which, (n // Q_STAGES) & 1)
             if item.first < item.stop:
                 # Where rows are masked, exact operands add the lane's part of the row themselves (``refer``).
                 place = (item.q0 + first_row if const_expr(self.exact) else row, item.shift, item.len_k)
                 common = (operands, registers, scales, barriers, q_scale, place, work[3])
                 stage = tile & (self.stages - 1)
                 cute.arch.mbarrier_wait(k_full + stage, (tile >> self.bits) & 1)
-                self.gemm(mma_qk, scores, tSrQ, tSrK[None, None, None, stage])
+                self.gemm(mma_qk, scores, operands[2], tSrK[None, None, None, stage])
                 warpgroup.wait_group(0)
                 bounds = self.weigh(tile, item.first, True, *common)
                 self.encode(tile, bounds, *common)
@@ -439,7 +443,7 @@ class Forward:
                 self.promote(out, partial, rows, softmax.NOW, self.unit(scales, stage))
                 self.release(v_empty + stage)
                 tile += 1
-            self.release(q_empty)
+            self.release(q_empty + which)
             if const_expr(self.exact):
                 first_row, lane = self.place_here()
                 softmax.take_back(rows, self.held(scales))
