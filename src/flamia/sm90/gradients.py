@@ -276,6 +276,7 @@ def rotate_back(x: cute.Tensor) -> None:
     """``formats.hadamard`` of the rows of an accumulator [2, 2, 8, D / 64] spread over a quad, in place."""
     lane = cute.arch.lane_idx()
     halves = cute.size(x.shape[3])
+    signs = [Float32(1.0) if lane & (1 << bit) == 0 else Float32(-1.0) for bit in range(2)]
     for r in cutlass.range_constexpr(2):
         for h in cutlass.range_constexpr(halves):
             for j in cutlass.range_constexpr(8):
@@ -284,7 +285,7 @@ def rotate_back(x: cute.Tensor) -> None:
                     for c in cutlass.range_constexpr(2):
                         mine = x[c, r, j, h]
                         other = cute.arch.shuffle_sync_bfly(mine, 1 << bit)
-                        x[c, r, j, h] = other + (mine if lane & (1 << bit) == 0 else -mine)
+                        x[c, r, j, h] = mine * signs[bit] + other  # exact: rounded once, as a sum
             for bit in cutlass.range_constexpr(3):
                 for j in cutlass.range_constexpr(8):
                     if const_expr(j & (1 << bit) == 0):
