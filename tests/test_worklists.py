@@ -1,5 +1,7 @@
 """Work lists: the twin against a plain enumeration, and the device's tables against the twin."""
 
+import heapq
+import itertools
 import os
 from unittest import mock
 
@@ -11,8 +13,19 @@ from hypothesis import strategies as st
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are defined
 
+from flamia.benchmarks.workloads import packed_workloads
 from flamia.documents import Documents, column_capacity
-from flamia.worklists import GROUP, Tiling, group_capacity, head_section, item_capacity, work_lists
+from flamia.worklists import (
+    GROUP,
+    Tiling,
+    cost_cap,
+    group_capacity,
+    head_section,
+    item_capacity,
+    last_section,
+    number_at,
+    work_lists,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -66,6 +79,7 @@ def test_twin_lists_every_tile_by_cost(packing):
         count = int(work.count)
         assert [tuple(row) for row in work.items[:count].tolist()] == expected
         assert (work.items[count:, 0] == -1).all()
+        assert int(work.total) == sum(item[3] + 1 for item in expected)
 
 
 @given(packings())
@@ -105,6 +119,8 @@ def same(a, b):
     for field in ("forward", "backward"):
         assert torch.equal(getattr(a, field).items, getattr(b, field).items), field
         assert torch.equal(getattr(a, field).count, getattr(b, field).count), field
+        assert torch.equal(getattr(a, field).total, getattr(b, field).total), field
+        assert not getattr(a, field).claims.any()
 
 
 @settings(max_examples=30)
@@ -147,6 +163,10 @@ def test_costs_that_need_wide_keys():
     tiling = Tiling(forward=64, backward=1 << 20, keys=1, queries=1 << 20)
     device, twin = (f(documents, None, 0, tiling).forward for f in (device_lists.work_lists, work_lists))
     assert torch.equal(device.items, twin.items)
+    # Costs to a million, of more than a thousand items: each counts in part, so that 32 bits hold the sum.
+    used = twin.items[: int(twin.count), 3] + 1
+    counted = used.clamp(max=cost_cap(twin.items.shape[0])).sum()
+    assert device.total.item() == twin.total.item() == counted < used.sum()
 
 
 def test_capacities_depend_on_totals_only():
@@ -168,3 +188,72 @@ def test_capacities_depend_on_totals_only():
 @pytest.mark.parametrize(("cache", "expected"), [(0, 1), (10 * 100 * 256, 8), (10**9, 24), (3 * 100 * 256, 3)])
 def test_head_sections_divide_the_heads(cache, expected):
     assert head_section(100, 24, 256, cache) == expected
+
+
+@given(st.integers(1, 9), st.integers(1, 12), st.integers(1, 5), st.integers(1, 5))
+def test_a_walk_takes_sections_of_heads_and_items_in_order(count, last, section, sections):
+    """Every item of every head once, whatever the sections; behind them, numbers past the end."""
+    heads = sections * section + last
+    bounds = [*range(0, heads - last + 1, section), heads]
+    expected = [
+        item * heads + head
+        for first, stop in itertools.pairwise(bounds)
+        for item in range(count)
+        for head in range(first, stop)
+    ]
+    assert sorted(expected) == list(range(count * heads))
+    assert [number_at(at, count, heads, section, last) for at in range(count * heads)] == expected
+    assert all(number_at(at, count, heads, section, last) >= count * heads for at in range(count * heads, 999))
+
+
+@given(
+    st.integers(1, 16),
+    st.integers(1, 8),
+    st.integers(1, 200),
+    st.integers(1, 1 << 14),
+    st.one_of(st.integers(0, 1 << 12), st.integers(0, 1 << 30)),
+)
+def test_the_last_section_outlasts_the_longest_item(sections, section, ctas, longest, more):
+    heads, total = sections * section, longest + more
+    last = last_section(section, heads, ctas, longest, total)
+    assert section <= last <= heads
+    assert (heads - last) % section == 0
+    # For each CTA, half as much again as the longest item; a section less would not do.
+    wanted = 3 * ctas * longest // 2
+    assert last == heads or last * (total + 1) > wanted
+    assert (last - section) * (total + 1) <= wanted
+
+
+def test_a_list_without_items_has_a_last_section():
+    assert last_section(2, 16, 132, 1, 0) == 16
+
+
+def claimed(costs, heads, section, last, ctas=132):
+    """When the last of ``ctas`` is done that claim items one by one, as long as they cost and one more."""
+    free = [0] * ctas
+    for at in range(len(costs) * heads):
+        heapq.heapreplace(free, free[0] + costs[number_at(at, len(costs), heads, section, last) // heads] + 1)
+    return max(free)
+
+
+@pytest.mark.parametrize("right", [0, None], ids=["causal", "full"])
+@pytest.mark.parametrize("row", packed_workloads(), ids=lambda row: row.name)
+def test_claimed_sections_end_together(row, right):
+    """Rows of the benchmarks: CTAs end as if all heads were one section, and hardly later than the mean."""
+    cu = offsets(row.lengths).cpu()
+    documents = Documents(cu, cu, row.tokens, row.tokens)
+    lists = work_lists(documents, None, right)
+    for work in (lists.forward, lists.backward):
+        costs = work.items[: int(work.count), 3].tolist()
+        for heads in (4, 16):
+            whole, mean = claimed(costs, heads, heads, heads), int(work.total) * heads / 132
+            for section in (1, 2):
+                end = claimed(costs, heads, section, last_section(section, heads, 132, costs[0] + 1, int(work.total)))
+                assert end <= 1.02 * whole
+                assert end <= 1.06 * mean, (heads, section)
+
+
+def test_equal_items_keep_small_sections():
+    cu = offsets([8192] * 8).cpu()
+    work = work_lists(Documents(cu, cu, 1 << 16, 1 << 16), None, 0).forward
+    assert last_section(1, 16, 132, int(work.items[0, 3]) + 1, int(work.total)) == 1

@@ -9,6 +9,7 @@ tables in three launches.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,12 +47,14 @@ class WorkList:
         count: int32 [1], items in use.
         tile: tokens per item.
         claims: int32 [2], zeros: counters for a kernel whose CTAs claim items, which it leaves as zeros.
+        total: int32 [1], costs of all items and one more for each; at most ``cost_cap`` of a single item.
     """
 
     items: Tensor
     count: Tensor
     tile: int
     claims: Tensor
+    total: Tensor
 
 
 @dataclass(frozen=True)
@@ -103,10 +106,51 @@ def head_section(tokens: int, heads: int, bytes_per_token: int, cache: int) -> i
 
     tokens: of the operands that a section rereads; bytes_per_token: of one head. The largest divisor of ``heads`` that
     fits, at least 1. Position p of a list of n items and this section s stands for head
-    ``p // (n * s) * s + p % s`` and item ``p % (n * s) // s``.
+    ``p // (n * s) * s + p % s`` and item ``p % (n * s) // s``, but for a ``last_section``.
     """
     fitting = max(1, cache // max(1, tokens * bytes_per_token))
     return max(s for s in range(1, heads + 1) if heads % s == 0 and s <= fitting)
+
+
+# Two functions of integers, in Python and in kernels: no branches, and no value above 32 bits.
+
+
+def last_section(section: Any, heads: Any, ctas: Any, longest: Any, total: Any) -> Any:
+    """Heads of the last section, where the earlier ones have ``section`` each and CTAs claim items, longest first.
+
+    Every section begins with long items. Those of the last one are the last long items of all: where they take longer
+    than all that is left for the other CTAs, these wait. So the last section is as many sections in one as give each
+    CTA half as much again as the longest item, or all heads. The earlier ones stay as small as the cache wants them:
+    what one leaves uneven, the next one fills.
+
+    heads: a multiple of section. longest: cost of the first item, and one more. total: of ``WorkList``.
+    """
+    needed = 3 * ctas * longest // 2 // (total + 1) + 1
+    before = (heads - needed) // section * section
+    return heads - before * (before > 0)
+
+
+def number_at(at: Any, count: Any, heads: Any, section: Any, last: Any) -> Any:
+    """What stands at position ``at`` of a walk through ``count`` items of ``heads`` heads: item * heads + head.
+
+    Heads in sections of ``section``, at last one of ``last``; within a section, items in order, and of each item all
+    heads. heads - last: a multiple of section. Positions past the end stand for numbers past the end.
+    """
+    start = heads - last
+    late = 1 * (at >= start * count)
+    first = at // (count * section) * section * (1 - late) + start * late
+    width = section + (last - section) * late
+    rest = at - first * count
+    item = rest // width
+    return item * heads + first + rest - item * width
+
+
+def cost_cap(capacity: int) -> int:
+    """What an item of a list of ``capacity`` items counts at most in its ``total``: 32 bits hold the sum.
+
+    None costs as much in rows of up to half a million tokens. A total cut short asks for a longer last section.
+    """
+    return (1 << 30) // max(1, capacity)
 
 
 # ------------------------------------------------------------------------------------------------------- twins
@@ -186,7 +230,9 @@ def _work_list(own: Tensor, other: Tensor, total: int, tile: int, block: int, be
     table = torch.stack((owner, begin, size, cost), 1)
     table = torch.where(real.unsqueeze(1), table, table.new_tensor([-1, 0, 0, 0]))
     claims = torch.zeros(2, dtype=torch.int32, device=own.device)
-    return WorkList(table[order].to(torch.int32), starts[-1:].to(torch.int32), tile, claims)
+    counted = torch.where(real, cost + 1, 0).clamp(max=cost_cap(index.shape[0]))
+    total_cost = counted.sum(0, keepdim=True).to(torch.int32)
+    return WorkList(table[order].to(torch.int32), starts[-1:].to(torch.int32), tile, claims, total_cost)
 
 
 def work_lists(documents: Documents, left: int | None, right: int | None, tiling: Tiling | None = None) -> WorkLists:

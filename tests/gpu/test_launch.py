@@ -82,7 +82,7 @@ def whole(q, k, v, do, o, lse2, documents):
     parts = [getattr(p, f.name) for p in payloads for f in dataclasses.fields(p)]
     constants = [gradients.delta, gradients.norm, gradients.maxima, gradients.addend, gradients.unit, gradients.b]
     tables = [*(x for side in (lists.q, lists.k) for x in (side.blocks, side.groups, side.column_starts))]
-    tables += [x for work in (lists.forward, lists.backward) for x in (work.items, work.count, work.claims)]
+    tables += [x for work in (lists.forward, lists.backward) for x in (work.items, work.count, work.claims, work.total)]
     return [*tables, *parts, *later, *tail, lse, accumulator, *constants, dq, dk, dv]
 
 

@@ -29,7 +29,7 @@ from flamia.reference import backend, folded
 from flamia.reference.chunks import chunks
 from flamia.sm90.backward import Backward, compile_backward
 from flamia.sm90.work import Masks
-from flamia.worklists import work_lists
+from flamia.worklists import last_section, work_lists
 from softgpu.cutedsl import compiling
 from softgpu.machine import Launch
 
@@ -143,8 +143,8 @@ class Case:
             if b > a:
                 self.document_scale[:, i] = self.token_scale[:, a]
 
-    def run(self, function, dtype=torch.bfloat16, section=1, ctas=2):
-        """dq before its rotation in FP32, dk, dv of the kernel."""
+    def run(self, function, dtype=torch.bfloat16, section=1, ctas=2, total=None):
+        """dq before its rotation in FP32, dk, dv of the kernel. total: instead of the list's."""
         plan, f8 = self.plan, torch.float8_e4m3fn
         wide = plan.recipe.format == "nvfp4"
         q, k, v = (self.payloads[name] for name in (("q8", "k8", "v") if wide else "qkv"))
@@ -162,7 +162,7 @@ class Case:
             dk, dv, accumulator, turns, self.addend, self.b, self.unit, self.power,
             q.exponents, k.exponents, v.exponents,
             self.token_scale if causal else self.document_scale, lists.backward.items, lists.backward.count,
-            lists.backward.claims,
+            lists.backward.claims, lists.backward.total if total is None else torch.tensor([total], dtype=torch.int32),
             documents.cu_seqlens_q, documents.cu_seqlens_k, lists.q.column_starts, lists.k.column_starts,
             plan.score_scale, plan.softmax_scale, *self.window, section, ctas,
         )  # fmt: skip
@@ -227,6 +227,15 @@ def test_backward_equals_its_twin(soft_device, head_dim, masks, window, shape):
 def test_shared_kv_heads_and_sections(soft_device, heads, kv_heads, section):
     case = Case([140, 60], [140, 60], heads, kv_heads, 64, None, 0)
     case.check(case.run(kernel(soft_device, 64, heads // kv_heads, CAUSAL), section=section, ctas=3))
+
+
+@pytest.mark.parametrize(("deterministic", "total", "last"), [(False, 1000, 1), (True, 6, 2), slow(True, 0, 3)])
+def test_last_sections(soft_device, deterministic, total, last):
+    """One kv head, two or all: every item of every head adds once, and in a fixed order none waits for ever."""
+    case = Case([140, 60], [140, 60], 3, 3, 64, None, 0)
+    longest = int(case.lists.backward.items[0, 3]) + 1
+    assert last_section(1, 3, 3, longest, total) == last
+    case.check(case.run(kernel(soft_device, 64, 1, CAUSAL, deterministic=deterministic), ctas=3, total=total))
 
 
 def test_tokens_of_very_different_size(soft_device):

@@ -25,7 +25,7 @@ from flamia.quantize.reference import VALUE_MIN_EXPONENT, TokenMap, dequantize, 
 from flamia.reference import folded
 from flamia.sm90.forward import Forward, compile_forward
 from flamia.sm90.work import Masks
-from flamia.worklists import work_lists
+from flamia.worklists import last_section, work_lists
 from softgpu.cutedsl import compiling
 
 _KERNELS = {}
@@ -113,8 +113,8 @@ class Case:
                 flags[:, i] = e.amax(1) - e.amin(1) > FOLD_RANGE
         return flags
 
-    def run(self, launches, dtype=torch.bfloat16, section=1, ctas=2):
-        """o, lse2 and M of the kernels; the buffers start as NaN."""
+    def run(self, launches, dtype=torch.bfloat16, section=1, ctas=2, total=None):
+        """o, lse2 and M of the kernels; the buffers start as NaN. total: instead of the list's."""
         o = torch.full(self.shape, torch.nan, dtype=dtype)
         lse2, m = (torch.full((self.heads, self.shape[0]), torch.nan) for _ in range(2))
         f8 = torch.float8_e4m3fn
@@ -127,7 +127,9 @@ class Case:
         codes = (*numbers, self.v.columns.view(f8))
         exponents += [self.v.exponents, self.uneven()]
         items = self.lists.forward
-        work = (items.items, items.count, items.claims, self.cu_q, self.cu_k, self.lists.k.column_starts)
+        total = items.total if total is None else torch.tensor([total], dtype=torch.int32)
+        work = (items.items, items.count, items.claims, total)
+        work += (self.cu_q, self.cu_k, self.lists.k.column_starts)
         for launch in launches:
             launch(*codes, o, lse2, m, *exponents, *work, self.scale, *self.window, section, ctas)
         return o, lse2, m
@@ -179,6 +181,15 @@ def test_shared_kv_heads_and_sections(soft_device, heads, kv_heads, section):
         section = heads
     case = Case([140, 60], [140, 60], heads, kv_heads, 64, None, 0)
     case.check(case.run(kernels(soft_device, 64, heads // kv_heads, CAUSAL), section=section, ctas=3))
+
+
+@pytest.mark.parametrize(("total", "last"), [(0, 4), (1000, 1), (4, 3)])
+def test_last_sections(soft_device, total, last):
+    """One head, some or all: every item of every head is computed."""
+    case = Case([140, 60], [140, 60], 4, 2, 64, None, 0)
+    assert last_section(1, 4, 3, int(case.lists.forward.items[0, 3]) + 1, total) == last
+    case.check(case.run(kernels(soft_device, 64, 2, CAUSAL), section=1, ctas=3, total=total))
+    assert not case.lists.forward.claims.any()
 
 
 @pytest.mark.parametrize(("masks", "window"), [slow(*MASKED[0]), *MASKED[1:]], ids=str)

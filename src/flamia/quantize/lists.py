@@ -13,6 +13,7 @@ from flamia.worklists import (
     TokenTables,
     WorkList,
     WorkLists,
+    cost_cap,
     group_capacity,
     item_capacity,
 )
@@ -34,7 +35,7 @@ def _shapes(total_q: int, total_k: int, count: int, tiling: Tiling) -> dict[str,
         "items": (items, 4),
         "starts": (6, count + 1),
         "columns": (2, count + 1),
-        "claims": (2, 2),
+        "counters": (2, 4),  # of each list: claims, total, nothing
     }
 
 
@@ -62,11 +63,12 @@ def lists_in(buffer: Tensor, documents: Documents, tiling: Tiling | None = None)
     tiling = tiling or Tiling()
     count, tables = documents.count, _tables(buffer, documents, tiling)
     items_q, starts = item_capacity(documents.total_q, count, tiling.forward), tables["starts"]
+    items, counters = tables["items"], tables["counters"]
     return WorkLists(
         TokenTables(tables["blocks_q"], tables["groups_q"], tables["columns"][0]),
         TokenTables(tables["blocks_k"], tables["groups_k"], tables["columns"][1]),
-        WorkList(tables["items"][:items_q], starts[4, count:], tiling.forward, tables["claims"][0]),
-        WorkList(tables["items"][items_q:], starts[5, count:], tiling.backward, tables["claims"][1]),
+        WorkList(items[:items_q], starts[4, count:], tiling.forward, counters[0, :2], counters[0, 2:3]),
+        WorkList(items[items_q:], starts[5, count:], tiling.backward, counters[1, :2], counters[1, 2:3]),
         buffer,
     )
 
@@ -97,7 +99,7 @@ def work_lists(documents: Documents, left: int | None, right: int | None, tiling
     launch(
         "flamia.quantize.triton_lists:_scan_kernel",
         (6,),
-        (cu_q, cu_k, starts, columns, tables["claims"], count, tiling.forward, tiling.backward),
+        (cu_q, cu_k, starts, columns, tables["counters"], count, tiling.forward, tiling.backward),
         warps=8,
         BLOCK=_SCAN,
     )
@@ -108,9 +110,10 @@ def work_lists(documents: Documents, left: int | None, right: int | None, tiling
             (cdiv(longest, rows), 6),
             (
                 cu_q, cu_k, starts, tables["blocks_q"], tables["groups_q"], tables["blocks_k"], tables["groups_k"],
-                unsorted, keys, count, total_q, total_k, capacity_q, capacity_k, groups_q, groups_k, items_q, items_k,
-                count.bit_length(), UNBOUNDED if left is None else left, UNBOUNDED if right is None else right,
-                limit, shift_bits, tiling.forward, tiling.backward,
+                unsorted, keys, tables["counters"], count, total_q, total_k, capacity_q, capacity_k, groups_q, groups_k,
+                items_q, items_k, count.bit_length(),
+                UNBOUNDED if left is None else left, UNBOUNDED if right is None else right, limit, shift_bits,
+                tiling.forward, tiling.backward, cost_cap(items_q), cost_cap(items_k),
             ),
             warps=4,
             KEYS=tiling.keys,

@@ -13,10 +13,10 @@ import triton.language as tl
     do_not_specialize=["documents", "forward", "backward"], do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr"]
 )
 def _scan_kernel(
-    cu_q_ptr, cu_k_ptr, starts_ptr, columns_ptr, claims_ptr, documents, forward, backward, BLOCK: tl.constexpr
+    cu_q_ptr, cu_k_ptr, starts_ptr, columns_ptr, counters_ptr, documents, forward, backward, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Running counts, int32 [6, documents + 1], one program each: blocks and groups of q, blocks and groups of k,
-    forward tiles, backward tiles; the column starts of q and k [2, documents + 1]; and four zeros."""
+    forward tiles, backward tiles; the column starts of q and k [2, documents + 1]; and eight zeros."""
     table = tl.program_id(0)
     cu_ptr = cu_q_ptr if (table == 0) | (table == 1) | (table == 4) else cu_k_ptr
     unit = tl.where(table % 2 == 0, 32, 256)
@@ -27,7 +27,7 @@ def _scan_kernel(
     is_columns = (table == 0) | (table == 2)
     before = tl.zeros((), tl.int32)
     if table == 0:
-        tl.store(claims_ptr + tl.arange(0, 4), tl.zeros((4,), tl.int32))
+        tl.store(counters_ptr + tl.arange(0, 8), tl.zeros((8,), tl.int32))
     tl.store(out, 0)
     tl.store(columns, 0, is_columns)
     for first in range(0, documents, BLOCK):
@@ -101,8 +101,8 @@ def _fill_groups(cu_ptr, blocks_ptr, starts_ptr, out_ptr, index, inside, total, 
 
 @triton.jit
 def _fill_items(
-    own_ptr, other_ptr, starts_ptr, items_ptr, keys_ptr, index, inside, documents, steps, before, after, limit,
-    shift_bits, prefix, tile, BLOCK: tl.constexpr,
+    own_ptr, other_ptr, starts_ptr, items_ptr, keys_ptr, total_ptr, index, inside, documents, steps, before, after,
+    limit, shift_bits, prefix, tile, cap, BLOCK: tl.constexpr,
 ):  # fmt: skip
     owner = owner_of(starts_ptr, index, documents, steps)
     _, length = _span(own_ptr, owner, documents)
@@ -119,6 +119,8 @@ def _fill_items(
     tl.store(out + 1, tl.where(real, begin, 0), inside)
     tl.store(out + 2, tl.where(real, size, 0), inside)
     tl.store(out + 3, tl.where(real, cost, 0), inside)
+    counted = tl.where(real & inside, tl.minimum(cost + 1, cap), 0)
+    tl.atomic_add(total_ptr, tl.sum(counted, 0), sem="relaxed")
     # Ascending keys: list, decreasing cost, index. Unused items come after all others of their list.
     rank = (prefix + tl.where(real, limit - cost, limit + 1)).to(keys_ptr.dtype.element_ty)
     tl.store(keys_ptr + index, (rank << shift_bits) | index.to(keys_ptr.dtype.element_ty), inside)
@@ -126,12 +128,13 @@ def _fill_items(
 
 @triton.jit(do_not_specialize=["documents", "total_q", "total_k", "capacity_q", "capacity_k", "items_q", "items_k",
                                "groups_q", "groups_k", "steps", "before", "after", "limit", "shift_bits", "forward",
-                               "backward"],
+                               "backward", "cap_q", "cap_k"],
             do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr"])  # fmt: skip
 def _fill_kernel(
     cu_q_ptr, cu_k_ptr, starts_ptr, blocks_q_ptr, groups_q_ptr, blocks_k_ptr, groups_k_ptr, items_ptr, keys_ptr,
-    documents, total_q, total_k, capacity_q, capacity_k, groups_q, groups_k, items_q, items_k, steps, before, after,
-    limit, shift_bits, forward, backward, KEYS: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
+    counters_ptr, documents, total_q, total_k, capacity_q, capacity_k, groups_q, groups_k, items_q, items_k, steps,
+    before, after, limit, shift_bits, forward, backward, cap_q, cap_k, KEYS: tl.constexpr, QUERIES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     table, pid = tl.program_id(1), tl.program_id(0)
     index = pid * BLOCK + tl.arange(0, BLOCK)
@@ -160,15 +163,16 @@ def _fill_kernel(
         if pid * BLOCK < items_q:
             starts = starts_ptr + 4 * row
             _fill_items(
-                cu_q_ptr, cu_k_ptr, starts, items_ptr, keys_ptr, index, index < items_q, documents, steps,
-                before, after, limit, shift_bits, 0, forward, KEYS,
+                cu_q_ptr, cu_k_ptr, starts, items_ptr, keys_ptr, counters_ptr + 2, index, index < items_q, documents,
+                steps, before, after, limit, shift_bits, 0, forward, cap_q, KEYS,
             )  # fmt: skip
     else:
         if pid * BLOCK < items_k:
             starts = starts_ptr + 5 * row
             _fill_items(
-                cu_k_ptr, cu_q_ptr, starts, items_ptr + items_q * 4, keys_ptr + items_q, index, index < items_k,
-                documents, steps, after, before, limit, shift_bits, limit + 2, backward, QUERIES,
+                cu_k_ptr, cu_q_ptr, starts, items_ptr + items_q * 4, keys_ptr + items_q, counters_ptr + 6, index,
+                index < items_k, documents, steps, after, before, limit, shift_bits, limit + 2, backward, cap_k,
+                QUERIES,
             )  # fmt: skip
 
 

@@ -178,7 +178,7 @@ def bind_forward(
     )
     section = head_section(documents.total_k, heads, bytes_per_token, cache)
     after = (
-        *(lists.forward.claims, cu_q, cu_k, lists.k.column_starts),
+        *(lists.forward.claims, lists.forward.total, cu_q, cu_k, lists.k.column_starts),
         *(plan.score_scale, plan.left or 0, plan.right or 0, section, ctas),
     )
     # The second kernel is for uneven documents: where there are none it has no items.
@@ -243,7 +243,7 @@ def bind_backward(
         *(dk, dv, gradients.accumulator, turns, gradients.addend, gradients.b, gradients.unit),
         gradients.power if plan.per_token else gradients.unit,
         *(q.exponents, k.exponents, v.exponents, scale),
-        *(lists.backward.items, lists.backward.count, lists.backward.claims),
+        *(lists.backward.items, lists.backward.count, lists.backward.claims, lists.backward.total),
         *(documents.cu_seqlens_q, documents.cu_seqlens_k, lists.q.column_starts, lists.k.column_starts),
         *(plan.score_scale, plan.softmax_scale, plan.left or 0, plan.right or 0, section, ctas),
     )

@@ -20,7 +20,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from flamia.sm90 import gradients
-from flamia.sm90.claims import BoardStorage, board_in, claim, init_board, leave, post, take
+from flamia.sm90.claims import BoardStorage, board_in, claim, init_board, leave, number_of, plan_sections, post, take
 from flamia.sm90.instructions import (
     add_half,
     as_bits,
@@ -116,6 +116,7 @@ class Backward:
         items: cute.Tensor,  # int32 [n, 4]
         count: cute.Tensor,  # int32 [1]
         claims: cute.Tensor,  # int32 [2]
+        total: cute.Tensor,  # int32 [1]
         cu_q: cute.Tensor,  # int32 [documents + 1]
         cu_k: cute.Tensor,
         columns_q: cute.Tensor,  # int32 [documents + 1]
@@ -194,8 +195,9 @@ class Backward:
             (mdK, mdV, mdQ, turns),
             (addend, b, unit, outside, prescale),
             (eQ, eK, eV),
-            KeyTables(items, count, claims, cu_q, cu_k, columns_q, columns_k),
-            (score_scale, softmax_scale, left, right, section),
+            KeyTables(items, count, claims, total, cu_q, cu_k, columns_q, columns_k),
+            (score_scale, softmax_scale, left, right),
+            section,
             (mma_s, mma_p, mma_kv, mma_q),
             (sK_layout, sV_layout, sKc_layout, sQ_layout, sT_layout, sQc_layout, halves_layout, sdS_layout),
         ).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)
@@ -205,7 +207,7 @@ class Backward:
         return warpgroup.make_smem_layout_atom(hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, kind, columns), kind)
 
     @cute.kernel
-    def kernel(self, atoms, sources, outputs, numbers, exponents, tables, scalars, mmas, layouts):
+    def kernel(self, atoms, sources, outputs, numbers, exponents, tables, scalars, section, mmas, layouts):
         sK_layout, sV_layout, sKc_layout, sQ_layout, sT_layout, sQc_layout, halves_layout, sdS_layout = layouts
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
@@ -240,7 +242,7 @@ class Backward:
         values = cute.make_tensor(storage.numbers.data_ptr(), table)
         late = cute.make_tensor(storage.late.data_ptr(), cute.make_layout((LATE, 2 * self.stages)))
         heads = outputs[0].shape[1]
-        work = (tables.count[0] * heads, tables, scalars, board)
+        work = (tables.count[0] * heads, tables, scalars, board, heads, section)
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
@@ -270,8 +272,8 @@ class Backward:
             cute.arch.mbarrier_init(ds_empty + buffer, consumers)
 
     def item(self, at, work) -> KeyItem:
-        _, tables, (_, _, left, right, section), _ = work
-        return key_item_at(at, section, left, right, tables, self.masks)
+        _, tables, (_, _, left, right), _, heads, _ = work
+        return key_item_at(at, heads, left, right, tables, self.masks)
 
     def place_of(self, j, item):
         """Which step is the walk's j-th."""
@@ -334,10 +336,13 @@ class Backward:
         addend, b, unit, outside, prescale = numbers
         lane = cute.arch.lane_idx()
         at, m, done = cute.arch.block_idx()[0], Int32(0), Int32(0)
-        if share > 0:
+        if share == 0:
+            plan_sections(work[3], work[1], work[4], work[5])
+        else:
             at = take(work[3], m)
         while at < work[0]:
             if share == 0:
+                at = number_of(at, work[3], work[1], work[4], work[5])
                 post(work[3], m, at)
             item = self.item(at, work)
             for h in cutlass.range(self.ratio, unroll=1):
@@ -571,7 +576,7 @@ class Backward:
         x, _, _, words = registers
         values, _, tops, shared_e, maxima, dS_pointer, _ = plain
         item, e_k, e_v, guess, group, warp, lane = place
-        _, _, left, right, _ = scalars
+        _, _, left, right = scalars
         _, _, full, _, ds_full, ds_empty = barriers
         stage = tile & (self.stages - 1)
         buffer, top = tile & 1, tile & 3
@@ -776,6 +781,7 @@ def compile_backward(
         packed(Int32, free(), 4, align=16),
         table(Int32, 1),
         table(Int32, 2),
+        table(Int32, 1),
         table(Int32, free()),
         table(Int32, free()),
         table(Int32, free()),

@@ -21,7 +21,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from flamia.bounds import SUM_MANTISSAS, SUM_WINDOWS
 from flamia.sm90 import softmax
-from flamia.sm90.claims import BoardStorage, board_in, claim, init_board, leave, post, take
+from flamia.sm90.claims import BoardStorage, board_in, claim, init_board, leave, number_of, plan_sections, post, take
 from flamia.sm90.instructions import arrive_after, arrive_after_all, as_float, lane_here
 from flamia.sm90.rows import SLAB, write_rows
 from flamia.sm90.work import TILE, Item, Masks, Tables, item_at
@@ -105,6 +105,7 @@ class Forward:
         items: cute.Tensor,  # int32 [n, 4]
         count: cute.Tensor,  # int32 [1]
         claims: cute.Tensor,  # int32 [2]
+        total: cute.Tensor,  # int32 [1]
         cu_q: cute.Tensor,  # int32 [documents + 1]
         cu_k: cute.Tensor,
         columns: cute.Tensor,  # int32 [documents + 1]
@@ -157,8 +158,9 @@ class Forward:
             (tQ, tK, tV),
             (mO, mLse, mM),
             (eQ, eK, eV),
-            Tables(items, count, claims, cu_q, cu_k, columns, uneven),
-            (score_scale, left, right, section),
+            Tables(items, count, claims, total, cu_q, cu_k, columns, uneven),
+            (score_scale, left, right),
+            section,
             (mma_qk, mma_pv),
             (sQ_layout, sK_layout, sV_layout, sV_box),
         ).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)
@@ -169,7 +171,7 @@ class Forward:
         return warpgroup.make_smem_layout_atom(kind, dtype)
 
     @cute.kernel
-    def kernel(self, atoms, sources, outputs, exponents, tables, scalars, mmas, layouts):
+    def kernel(self, atoms, sources, outputs, exponents, tables, scalars, section, mmas, layouts):
         mQ = sources[0]
         sQ_layout, sK_layout, sV_layout, sV_box = layouts
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -203,7 +205,7 @@ class Forward:
         table = cute.make_layout((self.stages, self.scales), stride=(self.scales, 1))
         scales = cute.make_tensor(storage.scales.data_ptr(), table)
         heads = mQ.shape[2]
-        work = (tables.count[0] * heads, heads, tables, scalars, board)
+        work = (tables.count[0] * heads, heads, tables, scalars, board, section)
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
@@ -232,9 +234,9 @@ class Forward:
             cute.arch.mbarrier_init(v_empty + stage, consumers)
 
     def item(self, at, work) -> Item:
-        _, heads, tables, (_, left, right, section), _ = work
+        _, heads, tables, (_, left, right), _, _ = work
         kind = "all" if self.weights or self.exact else "uneven" if self.careful else "even"
-        return item_at(at, heads, self.ratio, section, left, right, tables, self.masks, kind)
+        return item_at(at, heads, self.ratio, left, right, tables, self.masks, kind)
 
     @cute.jit
     def load(self, atoms, sources, sQ, sK, sV, work, barriers):
@@ -291,7 +293,9 @@ class Forward:
         lane = cute.arch.lane_idx()
         block = lane // 8
         at, n, tile = cute.arch.block_idx()[0], Int32(0), Int32(0)
+        plan_sections(work[4], work[2], work[1], work[5])
         while at < work[0]:
+            at = number_of(at, work[4], work[2], work[1], work[5])
             post(work[4], n, at)
             item = self.item(at, work)
             for j in cutlass.range(item.first, item.stop, unroll=1):
@@ -336,7 +340,9 @@ class Forward:
         lane = cute.arch.lane_idx()
         first = lane // 4 * 16 + lane % 4 * 2  # of keys first + {0, 1, 8, 9}
         at, n, tile = cute.arch.block_idx()[0], Int32(0), Int32(0)
+        plan_sections(work[4], work[2], work[1], work[5])
         while at < work[0]:
+            at = number_of(at, work[4], work[2], work[1], work[5])
             post(work[4], n, at)
             item = self.item(at, work)
             for j in cutlass.range(item.first, item.stop, unroll=1):
@@ -514,7 +520,7 @@ class Forward:
         """
         scores, _, _, _, rows = registers
         row, shift, len_k = place
-        _, left, right, _ = scalars
+        _, left, right = scalars
         stage = tile & (self.stages - 1)
         s = softmax.view(scores)
         bounds = None
@@ -603,7 +609,7 @@ class Forward:
         if k0 is None:
             return None
         row, shift, len_k = place
-        _, left, right, _ = scalars
+        _, left, right = scalars
         limits = (k0, shift, len_k, left, right, self.masks)
         return [softmax.visible(row + lane_here() // 4 + 8 * r, *limits) for r in range(2)]
 
@@ -691,6 +697,7 @@ def compile_forward(
         packed(Int32, free(), 4, align=16),
         table(Int32, 1),
         table(Int32, 2),
+        table(Int32, 1),
         table(Int32, free()),
         table(Int32, free()),
         table(Int32, free()),

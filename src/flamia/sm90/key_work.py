@@ -15,13 +15,15 @@ class KeyTables(NamedTuple):
     """Where the work is listed (``worklists``), int32 tensors.
 
     Attributes:
-        items: [n, 4]: document, first key of the tile, keys, cost. count: [1], items in use. claims: [2], counters.
+        items: [n, 4]: document, first key of the tile, keys, cost. count: [1], items in use.
+        claims: [2], total: [1], of ``worklists.WorkList``.
         cu_q, cu_k: [documents + 1], offsets. columns_q, columns_k: [documents + 1], first positions in column payloads.
     """
 
     items: Any
     count: Any
     claims: Any
+    total: Any
     cu_q: Any
     cu_k: Any
     columns_q: Any
@@ -55,16 +57,13 @@ class KeyItem(NamedTuple):
     clouded: Any
 
 
-def key_item_at(work: Int32, section: Int32, left: Int32, right: Int32, tables: KeyTables, masks: Masks) -> KeyItem:
-    """Item ``work`` of count * kv heads: heads in sections of ``section``, the list's items in order within a section.
+def key_item_at(work: Int32, heads: Int32, left: Int32, right: Int32, tables: KeyTables, masks: Masks) -> KeyItem:
+    """Number ``work`` of count * kv heads, which are ``heads``: item * heads + head.
 
     Queries past the document's end are no reason for a mask: their addends are -inf.
     """
-    span = tables.count[0] * section
-    part = work // span
-    rest = work - part * span
-    n = rest // section
-    kv = part * section + (rest - n * section)
+    n = work // heads
+    kv = work - n * heads
     document, k0 = tables.items[n, 0], tables.items[n, 1]
     q_start, k_start = tables.cu_q[document], tables.cu_k[document]
     len_q, len_k = tables.cu_q[document + 1] - q_start, tables.cu_k[document + 1] - k_start

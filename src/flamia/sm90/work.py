@@ -20,7 +20,7 @@ class Tables(NamedTuple):
 
     Attributes:
         items: [n, 4]: document, first query of the tile, queries, cost. count: [1], items in use.
-        claims: [2], of ``worklists.WorkList``.
+        claims: [2], total: [1], of ``worklists.WorkList``.
         cu_q, cu_k: [documents + 1], offsets. columns: [documents + 1], the keys' first positions in column payloads.
         uneven: uint8 [kv heads, documents]: V's exponents vary too much for the quick row sums.
     """
@@ -28,6 +28,7 @@ class Tables(NamedTuple):
     items: Any
     count: Any
     claims: Any
+    total: Any
     cu_q: Any
     cu_k: Any
     columns: Any
@@ -66,22 +67,18 @@ def item_at(
     work: Int32,
     heads: Int32,
     ratio: int,
-    section: Int32,
     left: Int32,
     right: Int32,
     tables: Tables,
     masks: Masks,
     kind: str,
 ) -> Item:
-    """Item ``work`` of count * heads: heads in sections of ``section``, the list's items in order within a section.
+    """Number ``work`` of count * heads: item * heads + head.
 
     kind: "even" or "uneven" documents are this kernel's, or "all".
     """
-    span = tables.count[0] * section
-    part = work // span
-    rest = work - part * span
-    n = rest // section
-    head = part * section + (rest - n * section)
+    n = work // heads
+    head = work - n * heads
     document, q0 = tables.items[n, 0], tables.items[n, 1]
     q_start, k_start = tables.cu_q[document], tables.cu_k[document]
     len_q, len_k = tables.cu_q[document + 1] - q_start, tables.cu_k[document + 1] - k_start
