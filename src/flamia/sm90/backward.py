@@ -20,7 +20,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from flamia.sm90 import gradients
-from flamia.sm90.claims import BoardStorage, board_in, claim, init_board, leave, number_of, plan_sections, post, take
+from flamia.sm90.claims import BoardStorage, ask, board_in, claim_items, init_board, posted, take
 from flamia.sm90.instructions import (
     add_half,
     as_bits,
@@ -86,7 +86,7 @@ class Backward:
         self.rotate, self.causal_scale, self.deterministic = rotate, causal_scale, deterministic
         self.exact, self.rows = exact, EXACT_NUMBERS if exact else NUMBERS
         self.halves = head_dim // 64
-        self.sharers = min(3, stages)  # warps that load numbers; none may wait for more than a stage's next use
+        self.sharers = 2  # warps that load numbers; none may wait for more than a stage's next use
         # Without a mask, all CTAs would read and add to the same queries at a time.
         self.around = not (deterministic or masks.left or masks.right)
         self.slab = 16 * head_dim // 2  # FP16 numbers of 16 queries and one warpgroup's channels
@@ -224,7 +224,7 @@ class Backward:
         if warp == 0:
             with cute.arch.elect_one():
                 self._init_barriers(barriers)
-                init_board(board, 8 + self.sharers)  # the warps that compute and load, but for the one that posts
+                init_board(board, 9 + self.sharers)  # the warps that compute and load
                 for i in cutlass.range_constexpr(16):
                     tops[i] = Int32(0)
         if const_expr(self.exact):
@@ -250,6 +250,14 @@ class Backward:
                 self.load(atoms, sources, (sK, sV, sKc, sQ, sT, sQc, sTc), work, barriers)
             elif warp <= self.sharers:
                 self.load_numbers(warp - 1, numbers, exponents[0], values, late, work, barriers)
+            else:
+
+                def describe(at):
+                    item = self.item(at, work)
+                    token = item.k_start + cutlass.min(item.k0 + cute.arch.lane_idx() % 4 * 32, item.len_k - 1)
+                    return item, pack_exponents(*(e[item.kv, token] for e in exponents[1:]))
+
+                claim_items(board, work[0], heads, section, tables, describe)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             sQc, sTc = (tensor(x, halves_layout) for x in (storage.sQc, storage.sTc))
@@ -287,9 +295,8 @@ class Backward:
         d = self.head_dim
         bytes_of = const_expr(2 if self.wide else 1)  # a number of Q or K
         m, n, tile = Int32(0), Int32(0), Int32(0)
-        at = take(work[3], m)
-        while at < work[0]:
-            item = self.item(at, work)
+        while posted(work[3], m):
+            item = KeyItem(*take(work[3], m, len(KeyItem._fields), Int32(0))[0])
             if item.first < item.stop:
                 cute.arch.mbarrier_wait(kv_empty, (n + 1) & 1)
                 with cute.arch.elect_one():
@@ -318,8 +325,8 @@ class Backward:
                         s, g = parts[i]
                         cute.copy(atoms[3 + i], g[None, step], s[None, stage], tma_bar_ptr=full + stage)
                     tile += 1
+            ask(work[3])
             m += 1
-            at = take(work[3], m)
 
     @staticmethod
     def _partition(atom, shared, tiles):
@@ -328,23 +335,16 @@ class Backward:
 
     @cute.jit
     def load_numbers(self, share, numbers, eQ, values, late, work, barriers):
-        """Producer warps: what a step's queries bring along, two queries per lane. The first one claims items.
+        """Producer warps: what a step's queries bring along, two queries per lane.
 
         Loads of one step take as long as the step, so the warps take steps in turns. share: which of them this one is.
         """
         empty, full = barriers[3], barriers[2]
         addend, b, unit, outside, prescale = numbers
         lane = cute.arch.lane_idx()
-        at, m, done = cute.arch.block_idx()[0], Int32(0), Int32(0)
-        if share == 0:
-            plan_sections(work[3], work[1], work[4], work[5])
-        else:
-            at = take(work[3], m)
-        while at < work[0]:
-            if share == 0:
-                at = number_of(at, work[3], work[1], work[4], work[5])
-                post(work[3], m, at)
-            item = self.item(at, work)
+        m, done = Int32(0), Int32(0)
+        while posted(work[3], m):
+            item = KeyItem(*take(work[3], m, len(KeyItem._fields), Int32(0))[0])
             for h in cutlass.range(self.ratio, unroll=1):
                 head = item.kv * self.ratio + h
                 ahead = (share - done % self.sharers + self.sharers) % self.sharers  # steps of others before the first
@@ -395,10 +395,6 @@ class Backward:
                         cute.arch.mbarrier_arrive(full + stage)
                 done += cutlass.max(item.stop - item.first, 0)
             m += 1
-            at = claim(work[1].claims) if share == 0 else take(work[3], m)
-        if share == 0:
-            post(work[3], m, at)
-            leave(work[1].claims)
 
     @cute.jit
     def compute(self, mmas, shared, plain, exponents, outputs, work, barriers):
@@ -431,18 +427,16 @@ class Backward:
         registers = (x, x_q, sums, words)
         slab = plain[6] + warp * SLAB
         m, n, tile = Int32(0), Int32(0), Int32(0)
-        at = take(work[3], m)
-        while at < work[0]:
-            item = self.item(at, work)
-            key = item.k0 + warp * 16
-            e_k, e_v = [], []  # of the thread's two keys, or of the block that they lie in
-            for r in cutlass.range_constexpr(2):
-                own = key + lane // 4 + 8 * r if const_expr(self.exact) else key
-                token = item.k_start + cutlass.min(own, item.len_k - 1)
-                e_k.append(Int32(eK[item.kv, token]) - 127)
-                e_v.append(Int32(eV[item.kv, token]) - 127)
-            corner = item.k_start + item.k0
-            guess = Int32(eK[item.kv, corner]) + Int32(eV[item.kv, corner]) - 254 + 16
+        while posted(work[3], m):
+            fields, block = take(work[3], m, len(KeyItem._fields), warp // 2)
+            item = KeyItem(*fields)
+            e_k, e_v = [block & 255] * 2, [block >> 8 & 255] * 2  # of the thread's two keys, in one block
+            if const_expr(self.exact):
+                tokens = [item.k0 + warp * 16 + lane // 4 + 8 * r for r in range(2)]
+                tokens = [item.k_start + cutlass.min(token, item.len_k - 1) for token in tokens]
+                e_k, e_v = ([Int32(e[item.kv, token]) for token in tokens] for e in (eK, eV))
+            e_k, e_v = ([e - 127 for e in x] for x in (e_k, e_v))
+            guess = (block >> 16) - 254 + 16
             for i in cutlass.range_constexpr(2):
                 sums[i].fill(0.0)
             if item.first < item.stop:
@@ -473,7 +467,6 @@ class Backward:
                 n += 1
             self.store(sums, outputs, item, warp, e_k, work[2][1], slab)
             m += 1
-            at = take(work[3], m)
 
     @cute.jit
     def step(self, tile, j, head, kept, masked: cutlass.Constexpr, *common):
@@ -730,6 +723,12 @@ class Backward:
             stride = outputs[i].stride[0]
             start = outputs[i].iterator + (Int64(item.k_start + key) * stride + item.kv * self.head_dim)
             write_rows((dk, dv)[i], start, stride, item.len_k - key, slab)
+
+
+def pack_exponents(e_k: Any, e_v: Any) -> Int32:
+    """The word of a block of keys on the board: its exponents, and the sum of those of the tile's first block."""
+    e_k, e_v = Int32(e_k), Int32(e_v)
+    return e_k | e_v << 8 | cute.arch.shuffle_sync(e_k + e_v, 0) << 16
 
 
 def compile_backward(

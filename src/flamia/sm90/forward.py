@@ -21,7 +21,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from flamia.bounds import SUM_MANTISSAS, SUM_WINDOWS
 from flamia.sm90 import softmax
-from flamia.sm90.claims import BoardStorage, board_in, claim, init_board, leave, number_of, plan_sections, post, take
+from flamia.sm90.claims import BoardStorage, ask, board_in, claim_items, init_board, posted, take
 from flamia.sm90.instructions import arrive_after, arrive_after_all, as_float, lane_here
 from flamia.sm90.rows import SLAB, write_rows
 from flamia.sm90.work import TILE, Item, Masks, Tables, item_at
@@ -185,7 +185,7 @@ class Forward:
         if warp == 0:
             with cute.arch.elect_one():
                 self._init_barriers(barriers)
-                init_board(board, 9)  # the warp that loads, and eight that compute
+                init_board(board, 10)  # two warps that load, and eight that compute
         cute.arch.mbarrier_init_fence()
         words = self.value_rows * TILE // 4
         sV_words = cute.make_tensor(
@@ -216,6 +216,14 @@ class Forward:
             if warp == 1:
                 load_scales = self.load_token_scales if const_expr(self.exact) else self.load_scales
                 load_scales(exponents, scales, sV_words, work, barriers)
+            if warp == 2:
+                limit, _, _, _, board, section = work
+
+                def describe(at):
+                    item = self.item(at, work)
+                    return item, self.query_exponent(exponents[0], item, item.q0 + cute.arch.lane_idx() % 4 * 32)
+
+                claim_items(board, limit, heads, section, tables, describe)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.compute(mmas, (sQ, sK, sV), scales, exponents[0], outputs, storage.slabs.data_ptr(), work, barriers)
@@ -247,9 +255,8 @@ class Forward:
         d = self.head_dim
         row_bytes = 2 * d if self.wide else d
         n, tile = Int32(0), Int32(0)
-        at = take(work[4], n)
-        while at < work[0]:
-            item = self.item(at, work)
+        while posted(work[4], n):
+            item = Item(*take(work[4], n, len(Item._fields), Int32(0))[0])
             gQ = cute.local_tile(
                 cute.domain_offset((item.q_start + item.q0, 0), mQ[None, None, item.head]), (TILE, d), (0, 0)
             )
@@ -274,8 +281,8 @@ class Forward:
                     cute.arch.mbarrier_arrive_and_expect_tx(v_full + stage, TILE * d)
                 cute.copy(tmaV, tVg[None, j], tVs[None, stage], tma_bar_ptr=v_full + stage)
                 tile += 1
+            ask(work[4])
             n += 1
-            at = take(work[4], n)
 
     @staticmethod
     def _partition(atom, shared, tiles):
@@ -284,7 +291,7 @@ class Forward:
 
     @cute.jit
     def load_scales(self, exponents, scales, sV_words, work, barriers):
-        """Producer warp: claims items; a tile's scales, and the rows of V that sum the codes.
+        """Producer warp: a tile's scales, and the rows of V that sum the codes.
 
         Eight lanes to a block of 32 keys.
         """
@@ -292,12 +299,9 @@ class Forward:
         _, eK, eV = exponents
         lane = cute.arch.lane_idx()
         block = lane // 8
-        at, n, tile = cute.arch.block_idx()[0], Int32(0), Int32(0)
-        plan_sections(work[4], work[2], work[1], work[5])
-        while at < work[0]:
-            at = number_of(at, work[4], work[2], work[1], work[5])
-            post(work[4], n, at)
-            item = self.item(at, work)
+        n, tile = Int32(0), Int32(0)
+        while posted(work[4], n):
+            item = Item(*take(work[4], n, len(Item._fields), Int32(0))[0])
             for j in cutlass.range(item.first, item.stop, unroll=1):
                 stage, phase = tile & (self.stages - 1), ((tile >> self.bits) + 1) & 1
                 token = item.k_start + cutlass.min(j * TILE + 32 * block, item.len_k - 1)
@@ -325,9 +329,6 @@ class Forward:
                     cute.arch.mbarrier_arrive(k_full + stage)
                 tile += 1
             n += 1
-            at = claim(work[2].claims)
-        post(work[4], n, at)
-        leave(work[2].claims)
 
     @cute.jit
     def load_token_scales(self, exponents, scales, sV_words, work, barriers):
@@ -339,12 +340,9 @@ class Forward:
         _, eK, eV = exponents
         lane = cute.arch.lane_idx()
         first = lane // 4 * 16 + lane % 4 * 2  # of keys first + {0, 1, 8, 9}
-        at, n, tile = cute.arch.block_idx()[0], Int32(0), Int32(0)
-        plan_sections(work[4], work[2], work[1], work[5])
-        while at < work[0]:
-            at = number_of(at, work[4], work[2], work[1], work[5])
-            post(work[4], n, at)
-            item = self.item(at, work)
+        n, tile = Int32(0), Int32(0)
+        while posted(work[4], n):
+            item = Item(*take(work[4], n, len(Item._fields), Int32(0))[0])
             for j in cutlass.range(item.first, item.stop, unroll=1):
                 stage, phase = tile & (self.stages - 1), ((tile >> self.bits) + 1) & 1
                 # First, so that no register has to keep what waits to be written: there are 24.
@@ -380,9 +378,6 @@ class Forward:
                     cute.arch.mbarrier_arrive(k_full + stage)
                 tile += 1
             n += 1
-            at = claim(work[2].claims)
-        post(work[4], n, at)
-        leave(work[2].claims)
 
     @cute.jit
     def compute(self, mmas, shared, scales, eQ, outputs, slabs, work, barriers):
@@ -406,11 +401,11 @@ class Forward:
         rows = cute.make_rmem_tensor((2, 8), Float32)
         registers = (scores, partial, out, cute.recast_tensor(tOrP, Int32), rows)
         n, tile = Int32(0), Int32(0)
-        at = take(work[4], n)
         if group == 1:
             cute.arch.barrier_arrive(barrier_id=FIRST_TURN, number_of_threads=256)
-        while at < work[0]:
-            item = self.item(at, work)
+        while posted(work[4], n):
+            fields, e_q = take(work[4], n, len(Item._fields), first_row // 32)
+            item = Item(*fields)
             if const_expr(self.exact):
                 first_row, lane = self.place_here()
             row = item.q0 + first_row + lane // 4
@@ -420,7 +415,8 @@ class Forward:
             if const_expr(self.exact):
                 softmax.hold(self.held(scales), [self.q_scale(eQ, item, work[3][0], row + 8 * r) for r in range(2)])
             else:
-                q_scale = self.q_scale(eQ, item, work[3][0], item.q0 + first_row)
+                # A warp's rows are half of a block.
+                q_scale = work[3][0] * (1.0 if const_expr(self.wide) else as_float(e_q << 23))
             which = n % Q_STAGES
             operands = (mma_qk, mma_pv, tSrQ[None, None, None, which], tSrK, tOrP, tOrV)
             cute.arch.mbarrier_wait(q_full + which, (n // Q_STAGES) & 1)
@@ -456,7 +452,6 @@ class Forward:
             if item.mine != 0:
                 self.store(out, rows, outputs, item, item.q0 + first_row, lane, slabs + first_row // 16 * SLAB)
             n += 1
-            at = take(work[4], n)
 
     def held(self, scales):
         """Numbers of this thread's rows that wait in shared memory (``softmax.hold``)."""
@@ -552,8 +547,13 @@ class Forward:
         """c 2^e_Q of a query of the document, or of its last."""
         if self.wide:
             return score_scale
-        query = item.q_start + cutlass.min(row, item.len_q - 1)
-        return score_scale * as_float(Int32(eQ[item.head, query]) << 23)
+        return score_scale * as_float(self.query_exponent(eQ, item, row) << 23)
+
+    def query_exponent(self, eQ, item, row):
+        """UE8M0 exponent of a query of the document, or of its last."""
+        if self.wide:
+            return Int32(0)
+        return Int32(eQ[item.head, item.q_start + cutlass.min(row, item.len_q - 1)])
 
     def numbers(self, scales, start):
         """A table of numbers of keys as [four neighbours, k, thread-column, stage].
