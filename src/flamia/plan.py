@@ -57,6 +57,11 @@ class Plan:
         return bool(self.recipe.exact_operands) and self.recipe.format != "fp4"
 
     @property
+    def reads_token_maxima(self) -> bool:
+        """Whether the backward reads maxima of every token of K and V, beside those of documents."""
+        return self.training and self.recipe.accumulator_scale == "causal"
+
+    @property
     def forward_specs(self) -> tuple[Spec, ...]:
         return forward_specs(self.recipe, self.training, self.transposes)
 

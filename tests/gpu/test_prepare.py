@@ -108,8 +108,9 @@ def test_full_size_gives_the_twins_bits(recipe, tokens, packing, monkeypatch):
     ours = prepare_forward(plan, row.q, row.k, row.v, lists, columns=True)
     theirs = forward_twin(plan, row, True)
     same_payloads(ours.payloads.items, theirs.items)
-    same(ours.payloads.k_amax, theirs.k_amax, "k_amax")
-    same(ours.payloads.v_amax, theirs.v_amax, "v_amax")
+    for name in ("k_amax", "v_amax"):
+        table = getattr(theirs, name)
+        same(getattr(ours.payloads, name), table if plan.reads_token_maxima else table.new_empty(0), name)
     made = prepare_backward(
         plan, row.do, row.dlse, row.o, row.lse2, row.row_max, ours.payloads, row.documents, lists, columns=True
     )

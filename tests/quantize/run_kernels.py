@@ -121,7 +121,9 @@ def main(recipe, dim):
     )
     amax = [twin.token_amax(sources[n]) for n in "kv"]
     seen = twins(plan, x, lse2, row_max, documents, Payloads(items, *amax))
-    theirs = items | {"k_amax": amax[0], "v_amax": amax[1]}
+    theirs = items | dict(
+        zip(("k_amax", "v_amax"), amax if plan.reads_token_maxima else [torch.empty(0)] * 2, strict=True)
+    )
     theirs |= seen["items"] | {"delta": seen["delta"], "norm": seen["norm"]}
 
     left = int((gradients.accumulator != 0).sum())

@@ -71,6 +71,7 @@ def quantize_operand(
     rotate: bool,
     per_token: bool,
     maxima: Tensor | None = None,
+    token_maxima: bool = False,
 ) -> tuple[dict[str, Payload], Tensor]:
     """All payloads of one of q, k, v in one launch.
 
@@ -81,9 +82,10 @@ def quantize_operand(
         rotate: normalised Hadamard rotation of D first.
         per_token: one exponent per token in E4M3 payloads.
         maxima: FP32 [N, documents] of zeros, to receive max |x| of each document and head; None: not wanted.
+        token_maxima: also of each token.
 
     Returns:
-        The payloads by name, and max |x| per token, FP32 [N, T] (empty without ``maxima``).
+        The payloads by name, and max |x| per token, FP32 [N, T] (empty without ``token_maxima``).
 
     Raises:
         ValueError: an input or payload that the device quantizers do not make.
@@ -119,7 +121,7 @@ def quantize_operand(
     tokens = E2M1Tokens(empty, empty)
     if tokens4:
         made[tokens4.name] = tokens = E2M1Tokens(new(total, heads, dim // 2), new(heads, total))
-    amax = new(heads, total, dtype=torch.float32) if maxima is not None else new(0, dtype=torch.float32)
+    amax = new(heads, total, dtype=torch.float32) if token_maxima else new(0, dtype=torch.float32)
     table = maxima if maxima is not None else amax
     least = VALUE_MIN_EXPONENT if eight and eight.source == "v" else MIN_EXPONENT
     order = ORDERS[eight.columns] if eight and not columns4 else 0
@@ -141,7 +143,7 @@ def quantize_operand(
             warps=warps, registers=registers, D=dim, W=chunk_width(dim), R=ROWS, ROTATE=rotate, EIGHT=eight is not None,
             PER_TOKEN=per_token, WITH_COLUMNS=eight is not None and eight.columns is not None, ORDER=order,
             ROWS4=rows4 is not None, COLUMNS4=columns4 is not None, TOKENS4=tokens4 is not None,
-            AMAX=maxima is not None, LEAST=least,
+            MAXIMA=maxima is not None, TOKEN_MAXIMA=token_maxima, LEAST=least,
         )  # fmt: skip
     # In the order of the specs, which is that of Payloads.flatten.
     return {spec.name: made[spec.name] for spec in specs}, amax

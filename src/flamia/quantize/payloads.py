@@ -190,8 +190,8 @@ class Payloads:
 
     Attributes:
         items: name -> payload, in the order of the specs.
-        k_amax, v_amax: max over D of |k| (after offset and rotation) and |v| per token, FP32 [kv heads, T]; empty
-            outside of training.
+        k_amax, v_amax: max over D of |k| (after offset and rotation) and |v| per token, FP32 [kv heads, T]; empty where
+            no backward reads them (``Plan.reads_token_maxima``).
     """
 
     items: dict[str, Payload]

@@ -66,6 +66,7 @@ def prepare_forward(
             rotate=plan.rotates and name != "v",
             per_token=plan.per_token,
             maxima=maxima[i] if plan.training and i < 2 else None,
+            token_maxima=plan.reads_token_maxima and i < 2,
         )
         made |= items
     payloads = Payloads({spec.name: made[spec.name] for spec in specs}, amax["k"], amax["v"])

@@ -225,7 +225,8 @@ def _operand_kernel(
     total, capacity_blocks, documents, heads,
     D: tl.constexpr, W: tl.constexpr, R: tl.constexpr, ROTATE: tl.constexpr,
     EIGHT: tl.constexpr, PER_TOKEN: tl.constexpr, WITH_COLUMNS: tl.constexpr, ORDER: tl.constexpr,
-    ROWS4: tl.constexpr, COLUMNS4: tl.constexpr, TOKENS4: tl.constexpr, AMAX: tl.constexpr, LEAST: tl.constexpr,
+    ROWS4: tl.constexpr, COLUMNS4: tl.constexpr, TOKENS4: tl.constexpr, MAXIMA: tl.constexpr,
+    TOKEN_MAXIMA: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     CHUNKS: tl.constexpr = D // W
     head, block = tl.program_id(0), tile_here()
@@ -277,8 +278,9 @@ def _operand_kernel(
         amax = tl.max(tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3)), 1)
     else:
         amax = tile_amax(n0, n1, n2, n3, R)
-    if AMAX:
+    if TOKEN_MAXIMA:
         tl.store(amax_ptr + table, amax.to(tl.float32, bitcast=True), written)
+    if MAXIMA:
         largest = maxima_ptr + head * documents + document
         tl.atomic_max(largest, tl.max(amax, 0), document >= 0, sem="relaxed")
     if EIGHT:

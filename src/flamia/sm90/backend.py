@@ -55,8 +55,6 @@ def run_forward(
         payload = e4m3(operands.payloads, name)
         less[name] = dataclasses.replace(payload, **{field: payload.columns.new_empty(0)})
     payloads = dataclasses.replace(operands.payloads, items=operands.payloads.items | less)
-    if not _reads_maxima(plan):
-        payloads.k_amax, payloads.v_amax = (operands.maxima.new_empty(0) for _ in range(2))
     return result.o, lse, result, [*payloads.flatten(), operands.maxima, lists.buffer]
 
 
@@ -110,11 +108,6 @@ def _unread(plan: Plan) -> dict[str, str]:
     return {"v": "columns"} | ({"q8": "codes", "k8": "codes"} if plan.recipe.format == "nvfp4" else {})
 
 
-def _reads_maxima(plan: Plan) -> bool:
-    """Whether the backward reads the tokens' maxima of K and V, beside those of documents."""
-    return plan.recipe.accumulator_scale == "causal"
-
-
 def empty_kept(plan: Plan, q: Tensor, k: Tensor, documents: int) -> list[Tensor]:
     """Uninitialised tensors like those that ``run_forward`` keeps for the backward.
 
@@ -124,7 +117,7 @@ def empty_kept(plan: Plan, q: Tensor, k: Tensor, documents: int) -> list[Tensor]
     later = dict.fromkeys(made_later(plan, q.shape[0], k.shape[0]), "columns")
     for name, field in (_unread(plan) | later).items():
         setattr(payloads[name], field, q.new_empty(0, dtype=torch.uint8))
-    if not _reads_maxima(plan):
+    if not plan.reads_token_maxima:
         payloads.k_amax, payloads.v_amax = (q.new_empty(0, dtype=torch.float32) for _ in range(2))
     maxima = q.new_empty((2, k.shape[1], documents), dtype=torch.float32)
     lists = q.new_empty(list_words(q.shape[0], k.shape[0], documents), dtype=torch.int32)
