@@ -280,28 +280,6 @@ def _operand_kernel(
         amax = tile_amax(n0, n1, n2, n3, R)
     if TOKEN_MAXIMA:
         tl.store(amax_ptr + table, amax.to(tl.float32, bitcast=True), written)
-    if MAXIMA:
-        largest = maxima_ptr + head * documents + document
-        tl.atomic_max(largest, tl.max(amax, 0), document >= 0, sem="relaxed")
-    if EIGHT:
-        e = e8m0_exponent(amax if PER_TOKEN else over_tile(amax), E4M3_EMAX, E4M3_LIMIT)
-        e = tl.maximum(e, LEAST)
-        stored = spread(e) if PER_TOKEN else e
-        tl.store(exponents_ptr + table, tl.where(inside, stored + 127, 0).to(tl.uint8), written)
-        scale = pow2(-e)[:, None]
-        w0, w1 = chunk_words(x0 * scale, R, W), chunk_words(x1 * scale, R, W)
-        w2, w3 = w0, w1
-        if CHUNKS > 2:
-            w2 = chunk_words(x2 * scale, R, W)
-        if CHUNKS > 3:
-            w3 = chunk_words(x3 * scale, R, W)
-        zero = (e == 128)[:, None]
-        w0, w1, w2, w3 = tl.where(zero, 0, w0), tl.where(zero, 0, w1), tl.where(zero, 0, w2), tl.where(zero, 0, w3)
-        store_chunks(w0, w1, w2, w3, codes_ptr + row // 4, row_mask, CHUNKS)
-        if WITH_COLUMNS:
-            words = join_chunks(w0, w1, w2, w3, CHUNKS)
-            columns = columns_ptr + channels * (capacity // 4) + block * (R // 4)
-            store_columns(words, columns, capacity // 4, D)
     if TOKENS4:
         e = e8m0_exponent(amax, E2M1_EMAX, E2M1_LIMIT)
         # A row of no document holds zero codes and the exponent of zeros, as in the twin.
@@ -325,3 +303,25 @@ def _operand_kernel(
         codes = columns4_ptr + channels * (capacity // 8) + block * (R // 8)
         scales = column_scales4_ptr + channels * (capacity // 16) + block * (R // 16)
         store_nvfp4_columns(x0, x1, x2, x3, codes, scales, capacity, CHUNKS, not ROTATE)
+    if EIGHT:
+        e = e8m0_exponent(amax if PER_TOKEN else over_tile(amax), E4M3_EMAX, E4M3_LIMIT)
+        e = tl.maximum(e, LEAST)
+        stored = spread(e) if PER_TOKEN else e
+        tl.store(exponents_ptr + table, tl.where(inside, stored + 127, 0).to(tl.uint8), written)
+        scale = pow2(-e)[:, None]
+        w0, w1 = chunk_words(x0 * scale, R, W), chunk_words(x1 * scale, R, W)
+        w2, w3 = w0, w1
+        if CHUNKS > 2:
+            w2 = chunk_words(x2 * scale, R, W)
+        if CHUNKS > 3:
+            w3 = chunk_words(x3 * scale, R, W)
+        zero = (e == 128)[:, None]
+        w0, w1, w2, w3 = tl.where(zero, 0, w0), tl.where(zero, 0, w1), tl.where(zero, 0, w2), tl.where(zero, 0, w3)
+        store_chunks(w0, w1, w2, w3, codes_ptr + row // 4, row_mask, CHUNKS)
+        if WITH_COLUMNS:
+            words = join_chunks(w0, w1, w2, w3, CHUNKS)
+            columns = columns_ptr + channels * (capacity // 4) + block * (R // 4)
+            store_columns(words, columns, capacity // 4, D)
+    if MAXIMA:
+        largest = maxima_ptr + head * documents + document
+        tl.atomic_max(largest, tl.max(amax, 0), document >= 0, sem="relaxed")
