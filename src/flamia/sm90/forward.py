@@ -265,8 +265,8 @@ class Forward:
             tQs, tQg = self._partition(tmaQ, sQ, gQ)
             tKs, tKg = self._partition(tmaK, sK, gK)
             tVs, tVg = self._partition(tmaV, sV, gV)
-            which = n % Q_STAGES
-            cute.arch.mbarrier_wait(q_empty + which, (n // Q_STAGES + 1) & 1)
+            which = n & (Q_STAGES - 1)
+            cute.arch.mbarrier_wait(q_empty + which, ((n >> Q_STAGES - 1) + 1) & 1)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(q_full + which, TILE * row_bytes)
             cute.copy(tmaQ, tQg, tQs[None, which], tma_bar_ptr=q_full + which)
@@ -343,6 +343,7 @@ class Forward:
         n, tile = Int32(0), Int32(0)
         while posted(work[4], n):
             item = Item(*take(work[4], n, len(Item._fields), Int32(0))[0])
+            keys, values = (e[item.kv, None] for e in (eV if const_expr(self.wide) else eK, eV))  # exponents
             for j in cutlass.range(item.first, item.stop, unroll=1):
                 stage, phase = tile & (self.stages - 1), ((tile >> self.bits) + 1) & 1
                 # First, so that no register has to keep what waits to be written: there are 24.
@@ -356,9 +357,9 @@ class Forward:
                 for i in cutlass.range_constexpr(4):
                     key = j * TILE + first + 8 * (i // 2) + i % 2
                     token = item.k_start + cutlass.min(key, item.len_k - 1)
-                    v = Int32(eV[item.kv, token])
+                    v = Int32(values[token])
                     if const_expr(not self.wide):
-                        k_scale[i] = as_float(Int32(eK[item.kv, token]) << 23)
+                        k_scale[i] = as_float(Int32(keys[token]) << 23)
                     v_exponent[i] = Float32.nan if v == 255 else Float32(v + (self.p_shift - 127))
                     column, code = softmax.token_column(v)
                     columns.append(column << 8 | code)
@@ -417,9 +418,9 @@ class Forward:
             else:
                 # A warp's rows are half of a block.
                 q_scale = work[3][0] * (1.0 if const_expr(self.wide) else as_float(e_q << 23))
-            which = n % Q_STAGES
+            which = n & (Q_STAGES - 1)
             operands = (mma_qk, mma_pv, tSrQ[None, None, None, which], tSrK, tOrP, tOrV)
-            cute.arch.mbarrier_wait(q_full + which, (n // Q_STAGES) & 1)
+            cute.arch.mbarrier_wait(q_full + which, n >> Q_STAGES - 1 & 1)
             if item.first < item.stop:
                 # Where rows are masked, exact operands add the lane's part of the row themselves (``refer``).
                 place = (item.q0 + first_row if const_expr(self.exact) else row, item.shift, item.len_k)
