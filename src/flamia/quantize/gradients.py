@@ -27,7 +27,7 @@ from flamia.quantize.operands import (
 from flamia.quantize.payloads import E4M3Payload, NVFP4Columns, NVFP4Rows, Payload, backward_specs
 from flamia.worklists import GROUP, UNBOUNDED, WorkLists
 
-_SCAN = 1024
+_SCAN = 4096  # tokens that one program takes at a time; there are few programs, which wait for each load
 
 
 @dataclass
@@ -77,7 +77,7 @@ def running_maxima(documents: Documents, k_amax: Tensor, v_amax: Tensor) -> tupl
             "flamia.quantize.triton_gradients:_running_kernel",
             (heads, 2),
             (documents.cu_seqlens_k, k_amax, v_amax, k_out, v_out, total, count, count.bit_length()),
-            warps=8,
+            warps=16,
             BLOCK=_SCAN,
         )
     return k_out, v_out
@@ -94,21 +94,20 @@ def quantize_gradient(
     lists: WorkLists,
     *,
     q_exponents: Tensor | None = None,
-    k_amax: Tensor | None = None,
-    v_amax: Tensor | None = None,
+    running: tuple[Tensor, Tensor] | None = None,
     columns: bool = False,
 ) -> Gradients:
     """Everything the backward needs to know about do.
 
-    One launch, after one that clears 8 bytes per document and head. Two more cases take a launch beforehand: the causal
-    scale (running maxima of k_amax and v_amax) and NVFP4 columns (the document's maximum, their second level).
+    One launch, after one that clears 8 bytes per document and head, and for NVFP4 columns another one (the document's
+    maximum, their second level).
 
     Args:
         do, o: BF16 or FP16 [T, N, D], contiguous along D. o is the output without v_offset.
         dlse: FP32 [N, T] or None. lse2, row_max: of the forward, FP32 [N, T].
         lists: of these documents.
         q_exponents: UE8M0 [N, T] of q's E4M3 payload, for the folded variant.
-        k_amax, v_amax: FP32 [kv heads, Tk], for the causal scale.
+        running: ``running_maxima`` of K and V, for the causal scale.
         columns: write the transposed E4M3 codes too.
 
     Raises:
@@ -157,9 +156,9 @@ def quantize_gradient(
         raise ValueError("q_exponents is None: the folded variant needs the exponents of q's E4M3 payload")
     k_running = v_running = result.delta
     if causal:
-        if k_amax is None or v_amax is None:
-            raise ValueError("k_amax or v_amax is None: accumulator_scale='causal' needs both")
-        k_running, v_running = running_maxima(documents, k_amax, v_amax)
+        if running is None:
+            raise ValueError("running is None: accumulator_scale='causal' needs the running maxima of K and V")
+        k_running, v_running = running
     groups = lists.q.groups
     tiles = groups.shape[0]
     if tiles == 0 or heads == 0:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flamia.documents import Documents
 from flamia.plan import Plan
-from flamia.quantize.gradients import Gradients, quantize_gradient
+from flamia.quantize.gradients import Gradients, quantize_gradient, running_maxima
 from flamia.quantize.operands import quantize_operand
 from flamia.quantize.payloads import E4M3Payload, Payload, Payloads, forward_specs
 from flamia.worklists import WorkLists
@@ -85,8 +85,13 @@ def prepare_backward(
     lists: WorkLists,
     *,
     columns: bool = False,
+    running: tuple[Tensor, Tensor] | None = None,
 ) -> Gradients:
-    """do and what the forward left -> everything that the attention backward reads; see ``quantize_gradient``."""
+    """do and what the forward left -> everything that the attention backward reads; see ``quantize_gradient``.
+
+    running: maxima that have been made already, as ``token_maxima`` makes them.
+    """
+    running = token_maxima(plan, payloads, documents) if running is None else running
     eight = payloads["q8"] if plan.recipe.format == "nvfp4" else payloads["q"]
     return quantize_gradient(
         plan,
@@ -98,7 +103,11 @@ def prepare_backward(
         documents,
         lists,
         q_exponents=eight.exponents if isinstance(eight, E4M3Payload) else None,
-        k_amax=payloads.k_amax,
-        v_amax=payloads.v_amax,
+        running=running,
         columns=columns,
     )
+
+
+def token_maxima(plan: Plan, payloads: Payloads, documents: Documents) -> tuple[Tensor, Tensor] | None:
+    """``running_maxima`` of K and V in one launch, where the backward reads them."""
+    return running_maxima(documents, payloads.k_amax, payloads.v_amax) if plan.reads_token_maxima else None

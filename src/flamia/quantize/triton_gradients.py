@@ -88,7 +88,7 @@ def _four(x, amax, scale, o, back, R: tl.constexpr, W: tl.constexpr, SHORT: tl.c
     # Tables of some heads of a call begin anywhere.
     do_not_specialize_on_alignment=[
         "lse2_ptr", "row_max_ptr", "dlse_ptr", "q_exponents_ptr", "maxima_ptr", "document_max_ptr", "cu_q_ptr",
-        "cu_k_ptr",
+        "cu_k_ptr", "k_running_ptr", "v_running_ptr",
     ],
 )  # fmt: skip
 def _gradient_kernel(

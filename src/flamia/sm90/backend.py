@@ -16,7 +16,7 @@ from flamia.quantize.finish import document_prescale, finish_dq
 from flamia.quantize.gradients import Gradients
 from flamia.quantize.lists import list_words, lists_in, work_lists
 from flamia.quantize.payloads import E4M3Payload, NVFP4Rows, Payload, Payloads, empty_payloads
-from flamia.quantize.prepare import prepare_backward, prepare_forward
+from flamia.quantize.prepare import prepare_backward, prepare_forward, token_maxima
 from flamia.quantize.tail import clear_tail, finish_forward
 from flamia.reference.forward import Forward
 from flamia.sm90.kernels import backward_kernels, forward_kernels
@@ -78,12 +78,15 @@ def run_backward(
         lists = lists_in(buffer, documents)
         shape = (documents.total_k, plan.heads_kv, plan.head_dim)
         dk, dv = (torch.empty(shape, dtype=do.dtype, device=do.device) for _ in range(2))
+        running = token_maxima(plan, payloads, documents)  # one program a head: as slow for some of the heads
         for n in range(parts):
             part = part_of(plan, payloads, lists, later, parts, n)
             q, kv = part.q, part.kv
             rows = (along_channels(do[:, q]), None if dlse is None else dlse[q].contiguous(), o[:, q])
             gradients = prepare_backward(
-                part.plan, *rows, lse2[q], row_max[q], part.payloads, documents, lists, columns=True
+                *(part.plan, *rows, lse2[q], row_max[q], part.payloads, documents, lists),
+                columns=True,
+                running=running and (running[0][kv], running[1][kv]),
             )
             bound = (part.payloads, gradients, lse2[q], k_maxima[kv], v_maxima[kv])
             out = (dk[:, kv], dv[:, kv])
