@@ -92,8 +92,8 @@ def claim_items(
 @cute.jit
 def _post(board: Board, n: Int32, item: Any, word: Int32) -> None:
     # This CTA's n-th item, () if there is none.
-    slot, lane = n & (BOARDS - 1), cute.arch.lane_idx()
-    cute.arch.mbarrier_wait(board.taken + slot, ((n >> BOARDS - 1) + 1) & 1)
+    slot, lane = n % BOARDS, cute.arch.lane_idx()
+    cute.arch.mbarrier_wait(board.taken + slot, (n // BOARDS + 1) & 1)
     if lane < 4:
         board.words[BLOCKS + lane, slot] = word
     if lane == 0:
@@ -108,15 +108,15 @@ def _post(board: Board, n: Int32, item: Any, word: Int32) -> None:
 @cute.jit
 def posted(board: Board, n: Int32) -> Any:
     """Whether this CTA has an n-th item. A warp's work; ``take`` must follow if it has."""
-    slot = n & (BOARDS - 1)
-    cute.arch.mbarrier_wait(board.posted + slot, n >> BOARDS - 1 & 1)
+    slot = n % BOARDS
+    cute.arch.mbarrier_wait(board.posted + slot, (n // BOARDS) & 1)
     return cute.arch.make_warp_uniform(board.words[0, slot]) != 0
 
 
 @cute.jit
 def take(board: Board, n: Int32, count: cutlass.Constexpr, block: Int32) -> Any:
     """The ``count`` fields of this CTA's n-th item, and the word of one of its blocks. A warp's work."""
-    slot = n & (BOARDS - 1)
+    slot = n % BOARDS
     fields = [cute.arch.make_warp_uniform(board.words[1 + i, slot]) for i in range(count)]
     word = cute.arch.make_warp_uniform(board.words[BLOCKS + block, slot])
     with cute.arch.elect_one():

@@ -265,8 +265,8 @@ class Forward:
             tQs, tQg = self._partition(tmaQ, sQ, gQ)
             tKs, tKg = self._partition(tmaK, sK, gK)
             tVs, tVg = self._partition(tmaV, sV, gV)
-            which = n & (Q_STAGES - 1)
-            cute.arch.mbarrier_wait(q_empty + which, ((n >> Q_STAGES - 1) + 1) & 1)
+            which = n % Q_STAGES
+            cute.arch.mbarrier_wait(q_empty + which, (n // Q_STAGES + 1) & 1)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(q_full + which, TILE * row_bytes)
             cute.copy(tmaQ, tQg, tQs[None, which], tma_bar_ptr=q_full + which)
@@ -418,9 +418,9 @@ class Forward:
             else:
                 # A warp's rows are half of a block.
                 q_scale = work[3][0] * (1.0 if const_expr(self.wide) else as_float(e_q << 23))
-            which = n & (Q_STAGES - 1)
+            which = n % Q_STAGES
             operands = (mma_qk, mma_pv, tSrQ[None, None, None, which], tSrK, tOrP, tOrV)
-            cute.arch.mbarrier_wait(q_full + which, n >> Q_STAGES - 1 & 1)
+            cute.arch.mbarrier_wait(q_full + which, (n // Q_STAGES) & 1)
             if item.first < item.stop:
                 # Where rows are masked, exact operands add the lane's part of the row themselves (``refer``).
                 place = (item.q0 + first_row if const_expr(self.exact) else row, item.shift, item.len_k)
