@@ -66,10 +66,8 @@ def machine_code(compile_kernel, kernel, folder, monkeypatch):
 def test_the_forward_spills_nothing(head_dim, masks, options, tmp_path, monkeypatch):
     kernel = Forward(head_dim, 2, MASKS[masks], **options)
     stack, sass = machine_code(compile_forward, kernel, tmp_path, monkeypatch)
-    # A number of an item, in the warp that loads scales, where it has most of them.
-    crowded = kernel.exact and kernel.wide and (head_dim, masks) == (128, "window")
-    assert stack <= (8 if crowded else 0)
-    assert len(re.findall(r"\b(?:STL|LDL)\b", sass)) <= (4 if crowded else 0)
+    assert stack == 0
+    assert not re.search(r"\b(STL|LDL)\b", sass)
     # Scores of an item's first tile and of two or three loops over tiles (masks; all kinds of them), values of each
     # loop and of the last tile.
     scores, values = (re.findall(rf"\b([HQ]GMMA)\.64x{n}x", sass) for n in (128, head_dim + 8))
