@@ -121,9 +121,8 @@ def main(recipe, dim):
     )
     amax = [twin.token_amax(sources[n]) for n in "kv"]
     seen = twins(plan, x, lse2, row_max, documents, Payloads(items, *amax))
-    theirs = items | dict(
-        zip(("k_amax", "v_amax"), amax if plan.reads_token_maxima else [torch.empty(0)] * 2, strict=True)
-    )
+    kept = amax if plan.reads_token_maxima else [torch.empty(0)] * 2
+    theirs = items | {"k_amax": kept[0], "v_amax": kept[1]}
     theirs |= seen["items"] | {"delta": seen["delta"], "norm": seen["norm"]}
 
     left = int((gradients.accumulator != 0).sum())

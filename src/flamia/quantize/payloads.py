@@ -222,13 +222,19 @@ class Payloads:
         return cls(items, tensors[0], tensors[1])
 
 
-def empty_payloads(specs: Sequence[Spec], q: Tensor, k: Tensor, documents: int) -> list[Tensor]:
-    """Uninitialised tensors as ``Payloads.flatten`` returns them for training, for packed q and k and their devices."""
+def empty_payloads(
+    specs: Sequence[Spec], q: Tensor, k: Tensor, documents: int, *, token_maxima: bool = True
+) -> list[Tensor]:
+    """Uninitialised tensors as ``Payloads.flatten`` returns them for training, for packed q and k and their devices.
+
+    token_maxima: whether the tables of maxima per token are made.
+    """
 
     def new(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return q.new_empty(shape, dtype=dtype)
 
-    tensors = [new(k.shape[1], k.shape[0], dtype=torch.float32) for _ in range(2)]
+    table = (k.shape[1], k.shape[0]) if token_maxima else (0,)
+    tensors = [new(*table, dtype=torch.float32) for _ in range(2)]
     for spec in specs:
         t, n, d = (q if spec.source in ("q", "do") else k).shape
         c = column_capacity(t, documents)

@@ -97,9 +97,7 @@ def empty_kept(plan: Plan, q: Tensor, k: Tensor, documents: int) -> list[Tensor]
     maxima = q.new_empty((2, k.shape[1], documents), dtype=torch.float32)
     tiles = Tiling(forward=QUERIES, backward=keys_of_item(takes_pairs(plan, q.shape[0], k.shape[0])))
     lists = q.new_empty(list_words(q.shape[0], k.shape[0], documents, tiles), dtype=torch.int32)
-    payloads = empty_payloads(plan.forward_specs, q, k, documents)
-    if not plan.reads_token_maxima:
-        payloads[:2] = (q.new_empty(0, dtype=torch.float32) for _ in range(2))
+    payloads = empty_payloads(plan.forward_specs, q, k, documents, token_maxima=plan.reads_token_maxima)
     return [*payloads, maxima, lists]
 
 

@@ -116,12 +116,11 @@ def empty_kept(plan: Plan, q: Tensor, k: Tensor, documents: int) -> list[Tensor]
 
     Payloads, of which fields that it does not read or makes again are of size 0; maxima of K and of V; work lists.
     """
-    payloads = Payloads.unflatten(plan.forward_specs, empty_payloads(plan.forward_specs, q, k, documents))
+    made = empty_payloads(plan.forward_specs, q, k, documents, token_maxima=plan.reads_token_maxima)
+    payloads = Payloads.unflatten(plan.forward_specs, made)
     later = dict.fromkeys(made_later(plan, q.shape[0], k.shape[0]), "columns")
     for name, field in (_unread(plan) | later).items():
         setattr(payloads[name], field, q.new_empty(0, dtype=torch.uint8))
-    if not plan.reads_token_maxima:
-        payloads.k_amax, payloads.v_amax = (q.new_empty(0, dtype=torch.float32) for _ in range(2))
     maxima = q.new_empty((2, k.shape[1], documents), dtype=torch.float32)
     lists = q.new_empty(list_words(q.shape[0], k.shape[0], documents), dtype=torch.int32)
     return [*payloads.flatten(), maxima, lists]
